@@ -1,0 +1,202 @@
+"""The shelves of a run folder: how artifacts are written, read, digested and described."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvprune.errors import KvpruneError
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARIES = ("kvprune", "torch", "transformers", "datasets", "lm_eval", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the artifacts of one run are."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def stats(self) -> Path:
+        return self.path / "stats.safetensors"
+
+    @property
+    def partial_stats(self) -> Path:
+        return self.path / "stats.partial.safetensors"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def eval(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "eval" / "results.json"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size in every unit that a budget can have. Tied parameters count once."""
+
+    slots: int
+    ffn_params: int
+    total_params: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FfnPlan:
+    """Which slots of one FFN stay: `kept` is sorted; `guarded` and `protected` are among them."""
+
+    name: str
+    width_before: int
+    kept: list[int]
+    guarded: list[int] = field(default_factory=list)
+    protected: list[int] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        return len(self.kept)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision: kept slots per FFN, and the budget as requested and as achieved."""
+
+    provenance: dict[str, Any]
+    budget: dict[str, Any]
+    before: Size
+    after: Size
+    ffns: list[FfnPlan]
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write `plan` as JSON, atomically."""
+    write_json(path, asdict(plan))
+
+
+def read_plan(path: Path) -> Plan:
+    """Read what `write_plan` wrote. Raises KvpruneError where the file is not a plan."""
+    data = read_json(path)
+    try:
+        return Plan(
+            provenance=data["provenance"],
+            budget=data["budget"],
+            before=Size(**data["before"]),
+            after=Size(**data["after"]),
+            ffns=[FfnPlan(**item) for item in data["ffns"]],
+        )
+    except (KeyError, TypeError) as error:
+        raise KvpruneError(f"{path}: not a plan ({error}); make it again with: kvprune plan {path.parent}") from None
+
+
+def provenance(artifact: str, recipe: dict[str, Any], inputs: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """What an artifact says of itself: format, versions, the recipe values it rests on and its inputs' digests."""
+    return {
+        "format": f"kvprune.{artifact}",
+        "version": 1,
+        "made_with": {"python": platform.python_version(), **library_versions()},
+        "recipe": recipe,
+        "inputs": inputs,
+        **extra,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of the libraries that results depend on."""
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, make it durable, then move it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Ask the disk to keep a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` as JSON, atomically."""
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises KvpruneError where it is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KvpruneError(f"{path}: cannot read: {error.strerror}") from None
+    except ValueError as error:
+        raise KvpruneError(f"{path}: not valid JSON: {error}") from None
+
+
+def write_tensors(path: Path, tensors: "dict[str, torch.Tensor]", meta: dict[str, Any]) -> None:
+    """Write `tensors` as safetensors with `meta` as JSON in its header, atomically."""
+    from safetensors.torch import save_file
+
+    text = {"kvprune": json.dumps(meta, ensure_ascii=False)}
+    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata=text))
+
+
+def read_tensors(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    """Read what `write_tensors` wrote: tensors and metadata. Raises KvpruneError where the file is broken."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = json.loads((file.metadata() or {})["kvprune"])
+            return {name: file.get_tensor(name) for name in file.keys()}, meta  # noqa: SIM118
+    except FileNotFoundError:
+        raise KvpruneError(f"{path}: no such file; make it with: kvprune calibrate") from None
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise KvpruneError(f"{path}: not an artifact of kvprune ({error}); remove it and run the stage again") from None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where kvprune keeps what can be made again: $KVPRUNE_CACHE, else kvprune in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KVPRUNE_CACHE") or Path(base) / "kvprune")

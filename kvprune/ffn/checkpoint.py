@@ -1,0 +1,228 @@
+"""Safetensors checkpoints on disk: which tensors they hold, what each is called in the model, and cutting them.
+
+The format (github.com/huggingface/safetensors): eight bytes little-endian header length, a JSON header of names to
+dtype, shape and data_offsets, then the data without holes. Files are memory-mapped, so reading costs page cache and
+no memory of our own.
+"""
+
+import json
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprune.errors import KvpruneError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WRITE_BLOCK = 2**26  # bytes of mapped file handed to one write
+BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `start` and `end` are byte offsets in `file`."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element. Raises KvpruneError for a type that has no whole bytes or is unknown."""
+        if self.dtype not in BITS:
+            raise KvpruneError(f"{self.file}: {self.name}: dtype {self.dtype} cannot be cut")
+        return BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keep `slots` (sorted) of a tensor along `axis`."""
+
+    axis: int
+    slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder of safetensors files. Tensors are in file order, so that walking them reads forwards."""
+
+    folder: Path
+    files: tuple[str, ...]
+    tensors: dict[str, TensorEntry]
+    index: dict[str, Any] | None
+
+    @property
+    def bytes(self) -> int:
+        return sum((self.folder / file).stat().st_size for file in self.files)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the headers of all weight files of `folder`. Raises KvpruneError where one is missing or broken."""
+    index = _read_index(folder / INDEX) if (folder / INDEX).is_file() else None
+    if index is not None:
+        files = tuple(sorted(set(index["weight_map"].values())))
+        for file in files:
+            if PurePosixPath(file).name != file:
+                raise KvpruneError(f"{folder / INDEX}: names a shard outside of its folder: {file}")
+            if not (folder / file).is_file():
+                raise KvpruneError(f"{folder / INDEX}: names a shard that is not there: {file}; download it again")
+    elif (folder / SINGLE).is_file():
+        files = (SINGLE,)
+    else:
+        raise KvpruneError(f"{folder}: neither {SINGLE} nor {INDEX}; kvprune reads safetensors only, never pickled weights")
+    tensors = {entry.name: entry for file in files for entry in _entries(folder, file)}
+    if index is not None and (lost := sorted(set(index["weight_map"]) - set(tensors))):
+        raise KvpruneError(f"{folder / INDEX}: names {len(lost)} tensors that no shard holds, {lost[0]} first")
+    return Checkpoint(folder, files, tensors, index)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = dict(json.loads(path.read_text(encoding="utf-8")))
+        valid = all(isinstance(file, str) for file in index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise KvpruneError(f"{path}: not a valid index of shards; download it again")
+    return index
+
+
+def _entries(folder: Path, file: str) -> Iterator[TensorEntry]:
+    header, base = read_header(folder / file)
+    found = [
+        TensorEntry(name, file, item["dtype"], tuple(item["shape"]), *(base + offset for offset in item["data_offsets"]))
+        for name, item in header.items()
+        if name != "__metadata__"
+    ]
+    return iter(sorted(found, key=lambda entry: entry.start))
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's JSON header, and the offset at which its data begins.
+
+    Raises KvpruneError where the file is no safetensors file or is cut short.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise KvpruneError(f"{path}: truncated or not a safetensors file ({size:,} bytes); download it again")
+            header = json.loads(file.read(length))
+        end = max((item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"), default=0)
+    except OSError as error:
+        raise KvpruneError(f"{path}: cannot read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        raise KvpruneError(f"{path}: not a safetensors file (its header is not valid); download it again") from None
+    if 8 + length + end != size:
+        raise KvpruneError(
+            f"{path}: truncated or corrupt: {size:,} bytes where its header asks for {8 + length + end:,}; download it again"
+        )
+    return header, 8 + length
+
+
+def model_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
+    """Model parameter names to the names on disk, for parameters that are stored as they are.
+
+    `model` may be on the meta device. transformers renames on load; a parameter that it fuses or transposes from
+    disk tensors is left out, since a slice of it is not a slice of one tensor.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    state = model.state_dict()
+    names: dict[str, str] = {}
+    for disk in checkpoint.tensors:
+        target, pattern = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
+        if pattern is None:
+            names[target if target in state else disk] = disk
+    return names
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[memoryview]:
+    """A file's bytes without reading them: pages come from the page cache as they are touched."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        view = memoryview(pages)
+        try:
+            yield view
+        finally:
+            view.release()
+
+
+def cut_array(data: memoryview, entry: TensorEntry, cut: Cut) -> npt.NDArray[Any]:
+    """The kept slots of one tensor, as unsigned integers of its element size: a slice never needs the value."""
+    words = np.frombuffer(data[entry.start : entry.end], dtype=f"<u{entry.itemsize}").reshape(entry.shape)
+    return np.take(words, cut.slots, axis=cut.axis)
+
+
+def cut_shape(entry: TensorEntry, cut: Cut) -> tuple[int, ...]:
+    """The shape after a cut. Raises KvpruneError where the slots do not lie on that axis."""
+    if cut.axis >= len(entry.shape) or (len(cut.slots) and int(cut.slots[-1]) >= entry.shape[cut.axis]):
+        raise KvpruneError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, which the plan does not fit")
+    return (*entry.shape[: cut.axis], len(cut.slots), *entry.shape[cut.axis + 1 :])
+
+
+def write_cut_file(source: Path, entries: list[TensorEntry], cuts: dict[str, Cut], target: Path) -> None:
+    """Copy a safetensors file and cut some of its tensors: same names, order, dtypes and metadata."""
+    header, _ = read_header(source)
+    layout: dict[str, Any] = {"__metadata__": header["__metadata__"]} if "__metadata__" in header else {}
+    offset = 0
+    for entry in entries:
+        shape, size = entry.shape, entry.end - entry.start
+        if entry.name in cuts:
+            shape = cut_shape(entry, cuts[entry.name])
+            size = int(np.prod(shape)) * entry.itemsize
+        layout[entry.name] = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(layout, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned, as the reference writer leaves it
+    with target.open("wb") as out, mapped(source) as data:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for entry in entries:
+            if entry.name in cuts:
+                out.write(np.ascontiguousarray(cut_array(data, entry, cuts[entry.name])).data)
+            else:
+                _write_blocks(out, data[entry.start : entry.end])
+
+
+def _write_blocks(out: IO[bytes], data: memoryview) -> None:
+    for start in range(0, len(data), WRITE_BLOCK):
+        out.write(data[start : start + WRITE_BLOCK])
+
+
+def find_difference(checkpoint: Checkpoint, cuts: dict[str, Cut], slim: Checkpoint) -> str | None:
+    """Compare every tensor of `slim` bit for bit with the expected slice of `checkpoint`. None, or what differs."""
+    if list(checkpoint.tensors) != list(slim.tensors):
+        return "the tensor names differ"
+    for file in checkpoint.files:
+        with mapped(checkpoint.folder / file) as dense, mapped(slim.folder / file) as thin:
+            for entry in (entry for entry in checkpoint.tensors.values() if entry.file == file):
+                written = slim.tensors[entry.name]
+                got = np.frombuffer(thin[written.start : written.end], dtype=np.uint8)
+                expected = (
+                    cut_array(dense, entry, cuts[entry.name]).reshape(-1).view(np.uint8)
+                    if entry.name in cuts
+                    else np.frombuffer(dense[entry.start : entry.end], dtype=np.uint8)
+                )
+                if written.dtype != entry.dtype or not np.array_equal(got, expected):
+                    return f"{entry.name} is not the expected slice"
+                del got, expected  # views must go before their map
+    return None

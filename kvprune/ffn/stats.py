@@ -1,0 +1,99 @@
+"""What is known of an FFN's slots: how loudly they fire, as counts and sums that add up.
+
+For every counted token, the contribution `c_i = |a_i| * |v_i|` of slot i (coefficient times the length of its value)
+is taken relative to the root mean square of all contributions of that FFN on that token. The binary exponent of
+that ratio picks a bin. Counts are integers and sums are float64, so statistics of parts add up to those of the whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+LOWEST_EXPONENT = -16
+BINS = 33  # bin 0: silent (zero or below 2^-16); bin b: ratio in [2^(b-17), 2^(b-16))
+PEAK_BINS = 11  # bin b: contribution in [b/10, (b+1)/10) of the token's loudest; the last bin is that loudest slot
+
+
+@dataclass
+class FfnStats:
+    """What is known of one FFN's slots. Additive fields first; every tensor is on one device."""
+
+    histogram: Tensor  # int64 [slots, BINS]
+    peak_histogram: Tensor  # int64 [PEAK_BINS], over all slots
+    total: Tensor  # float64 [slots], sum of a over counted tokens
+    total_abs: Tensor  # float64 [slots], sum of |a|
+    total_square: Tensor  # float64 [slots], sum of a^2
+    sequence_norms: Tensor  # float64 [slots], sum over sequences of the L2 norm of a in the sequence
+    maximum: Tensor  # float32 [slots], largest c over all tokens, uncounted ones too
+    tokens: Tensor  # int64 [], counted tokens
+    sequences: Tensor  # int64 []
+    value_norm: Tensor  # float32 [slots], |v|, with the weight of a norm that follows the FFN folded in
+    key_norm: Tensor  # float32 [slots], product of the norms of the slot's keys
+
+    @property
+    def width(self) -> int:
+        return self.histogram.shape[0]
+
+
+ADDED = ("histogram", "peak_histogram", "total", "total_abs", "total_square", "sequence_norms", "tokens", "sequences")
+
+
+def empty_stats(value_norm: Tensor, key_norm: Tensor) -> FfnStats:
+    """Nothing counted yet, for an FFN with these norms `[slots]`."""
+    width, device = value_norm.shape[0], value_norm.device
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return FfnStats(
+        histogram=zeros(width, BINS, dtype=torch.int64),
+        peak_histogram=zeros(PEAK_BINS, dtype=torch.int64),
+        total=zeros(width, dtype=torch.float64),
+        total_abs=zeros(width, dtype=torch.float64),
+        total_square=zeros(width, dtype=torch.float64),
+        sequence_norms=zeros(width, dtype=torch.float64),
+        maximum=zeros(width, dtype=torch.float32),
+        tokens=zeros(dtype=torch.int64),
+        sequences=zeros(dtype=torch.int64),
+        value_norm=value_norm.float(),
+        key_norm=key_norm.float(),
+    )
+
+
+def add(stats: FfnStats, more: FfnStats) -> FfnStats:
+    """Add the counts and sums of `more`, of the same FFN, to `stats` in place, and return it."""
+    for name in ADDED:
+        getattr(stats, name).add_(getattr(more, name))
+    torch.maximum(stats.maximum, more.maximum, out=stats.maximum)
+    return stats
+
+
+def fire_rate(stats: FfnStats, threshold: float) -> Tensor:
+    """Share of counted tokens on which each slot fires, float64 `[slots]`: its ratio is at least `threshold` (2^k)."""
+    first = torch.log2(torch.tensor(threshold)).int().item() - LOWEST_EXPONENT + 1
+    return stats.histogram[:, int(first) :].sum(1).double() / stats.tokens.clamp(min=1)
+
+
+def first_bad_slot(stats: FfnStats) -> int | None:
+    """The first slot whose coefficients were not all finite, or None."""
+    bad = ~(torch.isfinite(stats.total_square) & torch.isfinite(stats.value_norm))
+    return int(bad.nonzero()[0]) if bad.any() else None
+
+
+def to_tensors(stats: Sequence[FfnStats], names: Sequence[str]) -> dict[str, Tensor]:
+    """All statistics as one flat dictionary, "FFN:field" to tensor on the CPU."""
+    return {
+        f"{name}:{field.name}": getattr(item, field.name).cpu().contiguous()
+        for name, item in zip(names, stats, strict=True)
+        for field in fields(FfnStats)
+    }
+
+
+def from_tensors(tensors: dict[str, Tensor], names: Sequence[str], device: str = "cpu") -> list[FfnStats]:
+    """The inverse of `to_tensors`. Raises KeyError where one is missing."""
+    return [
+        FfnStats(**{field.name: tensors[f"{name}:{field.name}"].to(device) for field in fields(FfnStats)})
+        for name in names
+    ]
