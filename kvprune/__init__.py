@@ -1,3 +1,49 @@
-"""Slim transformer language models by their FFN slots."""
+"""kvprune makes transformer language models smaller by removing the FFN slots that they hardly use.
+
+    import kvprune
+    results = kvprune.run("recipes/quickstart.yaml", "runs/quickstart")
+
+The names below are loaded when they are first used: importing the package imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvprune.artifacts import Plan as Plan
+    from kvprune.errors import KvpruneError as KvpruneError
+    from kvprune.pipeline import Options as Options
+    from kvprune.pipeline import calibrate as calibrate
+    from kvprune.pipeline import evaluate as evaluate
+    from kvprune.pipeline import export as export
+    from kvprune.pipeline import plan as plan
+    from kvprune.pipeline import run as run
+    from kvprune.pipeline import show as show
+    from kvprune.recipe import Recipe as Recipe
+    from kvprune.recipe import load_recipe as load_recipe
+    from kvprune.recipe import make_recipe as make_recipe
+
+_HOMES = {
+    "Plan": "artifacts",
+    "KvpruneError": "errors",
+    "Options": "pipeline",
+    "run": "pipeline",
+    "calibrate": "pipeline",
+    "plan": "pipeline",
+    "export": "pipeline",
+    "evaluate": "pipeline",
+    "show": "pipeline",
+    "Recipe": "recipe",
+    "load_recipe": "recipe",
+    "make_recipe": "recipe",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604  (strings all)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvprune' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kvprune.{_HOMES[name]}"), name)

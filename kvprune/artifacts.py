@@ -190,6 +190,17 @@ def read_tensors(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]"
         raise KvpruneError(f"{path}: not an artifact of kvprune ({error}); remove it and run the stage again") from None
 
 
+def read_meta(path: Path) -> dict[str, Any]:
+    """Only the metadata of what `write_tensors` wrote."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {})["kvprune"]))
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise KvpruneError(f"{path}: not an artifact of kvprune ({error}); remove it and run the stage again") from None
+
+
 def digest(path: Path) -> str:
     """SHA-256 of a file's content."""
     with path.open("rb") as file:

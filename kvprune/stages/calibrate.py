@@ -15,16 +15,11 @@ from kvprune.ffn.counting import Counters, count, make_counters
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats, empty_stats, first_bad_slot, from_tensors, to_tensors
 from kvprune.progress import log, progress
-from kvprune.recipe import Recipe
+from kvprune.recipe import Recipe, stage_recipe
 from kvprune.sources.models import ModelSource
-from kvprune.sources.texts import token_digest
+from kvprune.sources.texts import text_fingerprint, token_digest
 
 SECONDS_BETWEEN_SAVES = 60.0
-
-
-def stats_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe values that the statistics rest on."""
-    return recipe.model_dump(mode="json", include={"model", "dtype", "calibrate"})
 
 
 def calibrate(
@@ -45,8 +40,12 @@ def calibrate(
     names = [ffn.name for ffn in layout.ffns]
     meta = provenance(
         "stats",
-        stats_recipe(recipe),
-        {"model": source.fingerprint, "tokens": token_digest(tokens)},
+        stage_recipe(recipe, "calibrate"),
+        {
+            "model": source.fingerprint,
+            "text": text_fingerprint(recipe.calibrate.text),
+            "tokens": token_digest(tokens),
+        },
         model={"title": source.title, "commit": source.commit, "note": source.note},
         run={"device": model.device.type, "dtype": str(model.dtype).removeprefix("torch."), "batch_size": batch_size},
         layout={"ffns": names, "width": layout.width, "width_field": layout.width_field},
@@ -77,15 +76,6 @@ def calibrate(
     write_tensors(run.stats, to_tensors(stats, names), meta)
     run.partial_stats.unlink(missing_ok=True)
     return from_tensors(to_tensors(stats, names), names)
-
-
-def read_stats(run: RunFolder) -> tuple[list[FfnStats], dict[str, Any]]:
-    """The statistics of a run, in layer order, and their provenance. Raises KvpruneError where they are missing."""
-    tensors, meta = read_tensors(run.stats)
-    try:
-        return from_tensors(tensors, meta["layout"]["ffns"]), meta
-    except (KeyError, TypeError) as error:
-        raise KvpruneError(f"{run.stats}: incomplete ({error}); run: kvprune calibrate") from None
 
 
 @torch.inference_mode()

@@ -1,23 +1,17 @@
 """Plan: decide which slots stay. Milliseconds, from the statistics alone; no weight is read."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprune.artifacts import FfnPlan, Plan, RunFolder, Size, digest, provenance, write_plan
+from kvprune.artifacts import FfnPlan, Plan, RunFolder, Size, digest, provenance
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.scores import SCORES, giants
 from kvprune.ffn.stats import FfnStats
-from kvprune.recipe import PlanSection, Recipe
-
-
-def plan_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe values that a plan rests on."""
-    return recipe.model_dump(mode="json", include={"plan"})
+from kvprune.recipe import PlanSection, Recipe, stage_recipe
 
 
 def model_size(layout: Layout, checkpoint: Checkpoint, names: dict[str, str], width: int) -> Size:
@@ -104,7 +98,7 @@ def make_plan(
         ffns.append(FfnPlan(ffn.name, ffn.width, kept, guarded, protected))
     before = model_size(layout, checkpoint, names, layout.width)
     return Plan(
-        provenance=provenance("plan", plan_recipe(recipe), {"stats": digest(run.stats)}),
+        provenance=provenance("plan", stage_recipe(recipe, "plan"), {"stats": digest(run.stats)}),
         budget=section.budget.model_dump(exclude_none=True),
         before=before,
         after=model_size(layout, checkpoint, names, width),
@@ -119,8 +113,3 @@ def best_slots(scores: Tensor, width: int, always: list[int]) -> list[int]:
     ranked = scores.clone()
     ranked[always] = math.inf
     return sorted(torch.argsort(ranked, descending=True, stable=True)[:width].tolist())
-
-
-def save_plan(run: RunFolder, plan: Plan) -> None:
-    """Write the plan to its place in the run folder."""
-    write_plan(run.plan, plan)

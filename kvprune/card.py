@@ -1,0 +1,80 @@
+"""The model card of a slim checkpoint, written from its `kvprune.json`."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def load_command(folder: str) -> str:
+    """The Python lines that load a checkpoint folder with stock transformers."""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
+    )
+
+
+def model_card(about: dict[str, Any], folder: Path) -> str:
+    """README.md for the checkpoint that `about` (its kvprune.json) describes; `folder` may hold BASE_README.md."""
+    model, budget, recipe = about["model"], about["budget"], about["recipe"]
+    before, after = budget["before"], budget["after"]
+    plan = recipe["plan"]
+    base = folder / "BASE_README.md"
+    head = {"library_name": "transformers", "tags": ["kvprune", "pruned"], **_base_fields(base)}
+    if model["commit"] and "/" in model["title"]:
+        head["base_model"] = model["title"]
+    widths = f"{about['ffns'][0]['width_before']} → {len(about['ffns'][0]['kept'])}"
+    origin = model["title"] + (f" at commit {model['commit']}" if model["commit"] else "")
+    note = f" (dense here is {model['note']})" if model["note"] else ""
+    rows = [
+        ("FFN slots", "slots"), ("FFN parameters", "ffn_params"), ("parameters", "total_params"), ("bytes of weights", "bytes"),
+    ]  # fmt: skip
+    table = "\n".join(
+        f"| {label} | {before[key]:,} | {after[key]:,} | {after[key] / before[key]:.1%} |" for label, key in rows
+    )
+    verified = about["verified"]
+    proof = (
+        f"its float32 logits differ from the masked dense model's by {verified['logit_difference']:.1e} of the largest"
+        if verified["logit_difference"] is not None
+        else verified["note"]
+    )
+    return f"""---
+{yaml.safe_dump(head, sort_keys=False).strip()}
+---
+
+# {model["title"]}, slimmed with kvprune
+
+{origin}{note} with {plan["allocation"]} FFN widths {widths}, slots chosen by the score `{plan["score"]}` on
+{recipe["calibrate"]["tokens"]:,} tokens of `{recipe["calibrate"]["text"]["source"]}`. Nothing was trained.
+
+| | dense | slim | kept |
+|---|---:|---:|---:|
+{table}
+
+Requested budget: {", ".join(f"{key} {value}" for key, value in budget["requested"].items())}.
+Verified at export: {verified["tensors"]} tensors equal the expected slices bit for bit, and {proof}.
+
+## Load
+
+It is a stock {verified["loads"].rpartition(" ")[2] if verified["logit_difference"] is not None else "transformers"} checkpoint:
+
+```python
+{load_command("this-folder")}
+```
+
+`kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.{" The base model's card is BASE_README.md." if base.is_file() else ""}
+"""
+
+
+def _base_fields(base: Path) -> dict[str, Any]:
+    """Licence, language and base model of the base card, so that the slim model's card keeps to them."""
+    text = base.read_text(encoding="utf-8", errors="replace") if base.is_file() else ""
+    if not text.startswith("---\n"):
+        return {}
+    try:
+        fields = yaml.safe_load(text[4:].partition("\n---")[0])
+    except yaml.YAMLError:
+        return {}
+    wanted = ("license", "license_name", "license_link", "language", "base_model", "pipeline_tag")
+    return {key: fields[key] for key in wanted if key in fields} if isinstance(fields, dict) else {}

@@ -1,0 +1,170 @@
+"""The command line: a thin skin over `kvprune.pipeline`. Nothing heavy is imported before a command runs."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from kvprune import __version__
+from kvprune.errors import KvpruneError
+
+log = logging.getLogger("kvprune")
+
+EXAMPLES = {
+    "run": "kvprune run recipes/quickstart.yaml -o runs/quickstart --set plan.budget.keep=0.7",
+    "calibrate": "kvprune calibrate recipes/quickstart.yaml -o runs/quickstart",
+    "plan": "kvprune plan runs/quickstart --dry-run --set plan.budget.bytes=200MiB",
+    "export": "kvprune export runs/quickstart",
+    "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
+    "show": "kvprune show runs/quickstart",
+}
+ABOUT = {
+    "run": "all stages in order: calibrate, plan, export, evaluate; what is done and current is not redone",
+    "calibrate": "count how the slots of the recipe's model fire",
+    "plan": "decide which slots stay, from the counts",
+    "export": "write the slim checkpoint and verify it",
+    "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
+    "show": "print what a run is: recipe, stages, budget, firing, results",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object on stdout; all else goes to stderr")
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("-q", "--quiet", action="store_true", help="no progress, only warnings and errors")
+    common.add_argument("-v", "--verbose", action="store_true", help="also what the libraries say")
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument("--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where the model runs (default: auto)")
+    where.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at once (default: 8); lower it when memory runs out")
+    where.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    change = argparse.ArgumentParser(add_help=False)
+    change.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a recipe value, as in plan.budget.keep=0.7")
+
+    top = argparse.ArgumentParser(
+        prog="kvprune", description="Make transformer language models smaller by removing FFN slots that they hardly use.",
+        epilog=f"example: {EXAMPLES['run']}",
+    )  # fmt: skip
+    top.add_argument("--version", action="version", version=f"kvprune {__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return verbs.add_parser(
+            name, help=ABOUT[name], description=ABOUT[name].capitalize() + ".", epilog=f"example: {EXAMPLES[name]}",
+            parents=[*parents, common],
+        )  # fmt: skip
+
+    for name in ("run", "calibrate"):
+        made = verb(name, where, change)
+        made.add_argument("recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune")
+        made.add_argument("-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there")
+    planning = verb("plan", where, change)
+    planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
+    for made in (planning, verb("export", where), verb("evaluate", where, change), verb("show")):
+        made.add_argument("folder", metavar="RUN", help="a run folder")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"should be 1 or more, got {value}")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, 1 for an error of ours, 2 for usage, 130 when interrupted."""
+    arguments = parser().parse_args(argv)
+    _set_up_output(arguments)
+    try:
+        data, text = _command(arguments)
+    except KvpruneError as error:
+        if arguments.debug:
+            raise
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
+        return 130
+    except Exception as error:  # noqa: BLE001  (the last line of defence: one line, and --debug for the rest)
+        if arguments.debug:
+            raise
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (--debug shows where)", file=sys.stderr)
+        return 1
+    print(json.dumps(data, ensure_ascii=False) if arguments.json else text)
+    return 0
+
+
+def _set_up_output(arguments: argparse.Namespace) -> None:
+    """Our log on stderr; the libraries' only on request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(logging.WARNING if arguments.quiet else logging.DEBUG if arguments.verbose else logging.INFO)
+    if not arguments.verbose:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")
+    if arguments.quiet or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours become lines
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Do what was asked; the result as data and as text."""
+    from transformers.utils import logging as transformers_logging
+
+    from kvprune import pipeline
+    from kvprune.results.show import render
+
+    if not arguments.verbose:
+        transformers_logging.disable_progress_bar()
+    if arguments.verb == "show":
+        about = pipeline.show(arguments.folder)
+        return about, render(about)
+    options = pipeline.Options(arguments.device, arguments.batch_size, arguments.trust_remote_code)
+    match arguments.verb:
+        case "run":
+            results = pipeline.run(arguments.recipe, arguments.output, overrides=arguments.set, options=options)
+            return results, _results_text(results)
+        case "calibrate":
+            stats = pipeline.calibrate(arguments.recipe, arguments.output, overrides=arguments.set, options=options)
+            return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
+        case "plan":
+            made = pipeline.plan(arguments.folder, overrides=arguments.set, dry_run=arguments.dry_run, options=options)
+            return asdict(made), _plan_text(made, arguments)
+        case "export":
+            folder = pipeline.export(arguments.folder, options=options)
+            return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
+        case _:
+            results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
+            return results, _results_text(results)
+
+
+def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
+    from kvprune.results.table import budget_table
+
+    ffn = made.ffns[0]
+    requested = ", ".join(f"{key} {value}" for key, value in made.budget.items())
+    end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune export {arguments.folder}"
+    return (
+        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; requested {requested}\n"
+        f"{budget_table(asdict(made.before), asdict(made.after))}\n{end}"
+    )
+
+
+def _results_text(results: dict[str, Any]) -> str:
+    from kvprune.card import load_command
+    from kvprune.results.table import results_table
+
+    note = f" (dense is {results['model']['note']})" if results["model"]["note"] else ""
+    load = "\n".join(f"  {line}" for line in load_command(results["load"]).splitlines())
+    return f"{results['model']['title']}{note}\n\n{results_table(results)}\n\nload it with:\n{load}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

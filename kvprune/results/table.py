@@ -1,0 +1,43 @@
+"""The tables that people read: dense against slim, and budgets."""
+
+from typing import Any
+
+UNITS = {"slots": "FFN slots", "ffn_params": "FFN parameters", "total_params": "parameters", "bytes": "bytes of weights"}
+
+
+def grid(rows: list[list[str]]) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def budget_table(before: dict[str, int], after: dict[str, int]) -> str:
+    """A model's size before and after, in every unit that a budget can have."""
+    rows = [["", "dense", "slim", "kept"]]
+    rows += [
+        [label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.2%}"] for key, label in UNITS.items()
+    ]
+    return grid(rows)
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """Dense against slim: size, every metric of every task, speed."""
+    dense, slim = results["dense"], results["slim"]
+    rows = [["", "dense", "slim", "slim/dense"]]
+    for key, label in (("params", "parameters"), ("bytes", "bytes on disk")):
+        rows.append([label, f"{dense[key]:,}", f"{slim[key]:,}", _ratio(slim[key], dense[key])])
+    for task, metrics in dense["tasks"].items():
+        for name, value in metrics.items():
+            other = slim["tasks"][task][name]
+            rows.append([f"{task}: {name.replace('_', ' ')}", f"{value:.4g}", f"{other:.4g}", _ratio(other, value)])
+    key = "prefill_tokens_per_second"
+    rows.append(["prefill tokens/s", f"{dense[key]:,.0f}", f"{slim[key]:,.0f}", _ratio(slim[key], dense[key])])
+    return grid(rows)
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.3f}" if base else "-"

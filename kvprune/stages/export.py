@@ -1,0 +1,241 @@
+"""Export: write the slim checkpoint, and prove that it is what the plan says and that stock transformers loads it."""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from kvprune.artifacts import Plan, RunFolder, digest, fsync, provenance, write_json, write_text
+from kvprune.card import model_card
+from kvprune.errors import KvpruneError
+from kvprune.ffn.checkpoint import INDEX, Checkpoint, Cut, find_difference, open_checkpoint, write_cut_file
+from kvprune.ffn.layout import Layout
+from kvprune.progress import log, progress
+from kvprune.recipe import Recipe
+from kvprune.sources.models import ModelSource, load_model
+
+# What goes along with the weights. Everything else stays: above all, other copies of the dense weights.
+CARRIED = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
+    "chat_template.*", "additional_chat_templates", "generation_config.json", "*processor_config.json",
+    "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+LOGIT_TOKENS = 64
+LOGIT_TOLERANCE = 1e-4  # of the largest logit, in float32
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the export proved before it moved the checkpoint into place."""
+
+    tensors: int  # compared bit for bit with the expected slice
+    loads: str  # how stock transformers loaded it
+    logit_difference: float | None  # largest, relative to the largest logit; None where the model was too large
+    note: str
+
+
+def make_cuts(layout: Layout, plan: Plan, names: dict[str, str]) -> dict[str, Cut]:
+    """What to cut, by name on disk. Raises KvpruneError where an FFN's tensor is not stored as one piece."""
+    cuts: dict[str, Cut] = {}
+    for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
+        slots = np.array(item.kept, dtype=np.int64)
+        for name, axis in ffn.cuts().items():
+            if name not in names:
+                raise KvpruneError(f"{name}: stored under a form that transformers rearranges on load; cannot be cut")
+            cuts[names[name]] = Cut(axis, slots)
+    return cuts
+
+
+def write_weights(checkpoint: Checkpoint, cuts: dict[str, Cut], target: Path) -> None:
+    """Write every weight file of `checkpoint`, cut, into the folder `target`, shard by shard, and the index."""
+    sizes = {file: (checkpoint.folder / file).stat().st_size for file in checkpoint.files}
+    total = sum(sizes.values())
+    for file in progress(checkpoint.files, total=total, label="export", unit="bytes", per_item=total // len(sizes)):
+        entries = [entry for entry in checkpoint.tensors.values() if entry.file == file]
+        write_cut_file(checkpoint.folder / file, entries, cuts, target / file)
+        fsync(target / file)
+    if checkpoint.index is not None:
+        written = open_weights(target, checkpoint)
+        index = {**checkpoint.index, "metadata": dict(checkpoint.index.get("metadata") or {})}
+        index["metadata"]["total_size"] = sum(entry.end - entry.start for entry in written.tensors.values())
+        if "total_parameters" in index["metadata"]:
+            removed = sum(_numel(checkpoint, name) - _numel(written, name) for name in cuts)
+            index["metadata"]["total_parameters"] -= removed
+        write_text(target / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def open_weights(folder: Path, like: Checkpoint) -> Checkpoint:
+    """Open the weights in `folder`, whose index is that of `like` and may not be written yet."""
+    if like.index is not None and not (folder / INDEX).exists():
+        write_text(folder / INDEX, json.dumps(like.index))
+    return open_checkpoint(folder)
+
+
+def _numel(checkpoint: Checkpoint, name: str) -> int:
+    return int(np.prod(checkpoint.tensors[name].shape))
+
+
+def export(
+    recipe: Recipe,
+    source: ModelSource,
+    layout: Layout,
+    checkpoint: Checkpoint,
+    names: dict[str, str],
+    plan: Plan,
+    run: RunFolder,
+    *,
+    trust_remote_code: bool = False,
+) -> Verified:
+    """Write `model/` of the run folder: weights, config, tokenizer, card and `kvprune.json`.
+
+    All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where the
+    disk is too small, where `model/` is not kvprune's own, or where the result is not exactly what it should be.
+    """
+    check_room(run, plan.after.bytes)
+    if run.model.exists() and not (run.model / "kvprune.json").is_file():
+        raise KvpruneError(f"{run.model}: exists and is not an export of kvprune; move it away or choose another run folder")
+    cuts = make_cuts(layout, plan, names)
+    part = run.path / f".model.{os.getpid()}.tmp"
+    try:
+        part.mkdir(parents=True)
+        write_weights(checkpoint, cuts, part)
+        _write_config(source, layout, plan, part)
+        _carry_over(source, part, trust_remote_code)
+        verified = verify(recipe, source, layout, checkpoint, cuts, plan, part, trust_remote_code)
+        about = provenance(
+            "checkpoint",
+            public_recipe(recipe, source),
+            {"plan": digest(run.plan), "model": source.fingerprint},
+            model={"title": source.title, "commit": source.commit, "note": source.note},
+            budget={"requested": plan.budget, "before": asdict(plan.before), "after": asdict(plan.after)},
+            ffns=[asdict(item) for item in plan.ffns],
+            verified=asdict(verified),
+        )
+        write_json(part / "kvprune.json", about)
+        write_text(part / "README.md", model_card(about, part))
+        _move_into_place(part, run.model)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return verified
+
+
+def check_room(run: RunFolder, needed: int) -> None:
+    """Raise KvpruneError where the run folder's disk has less than `needed` bytes free."""
+    place = next(folder for folder in (run.path, *run.path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise KvpruneError(f"{run.path}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk")
+
+
+def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
+    """The recipe as it is published: a local path is no use to others and is cut to its last part."""
+    data = recipe.model_dump(mode="json")
+    if Path(recipe.model).exists():
+        data["model"] = source.title
+    text = data["calibrate"]["text"]
+    if Path(text["source"]).exists():
+        text["source"] = Path(text["source"]).name
+    if data["evaluate"]["include_path"]:
+        data["evaluate"]["include_path"] = Path(data["evaluate"]["include_path"]).name
+    return data
+
+
+def _write_config(source: ModelSource, layout: Layout, plan: Plan, target: Path) -> None:
+    config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+    config[layout.width_field] = plan.ffns[0].width
+    write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def _carry_over(source: ModelSource, target: Path, trust_remote_code: bool) -> None:
+    patterns = CARRIED + (("*.py",) if trust_remote_code else ())
+    for item in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
+        if item.is_dir():
+            shutil.copytree(item, target / item.name)
+        elif item.suffix not in (".bin", ".pt", ".safetensors", ".gguf"):
+            shutil.copyfile(item, target / item.name)
+    if (source.folder / "README.md").is_file():
+        shutil.copyfile(source.folder / "README.md", target / "BASE_README.md")
+
+
+def _move_into_place(part: Path, target: Path) -> None:
+    for item in part.iterdir():
+        if item.is_file():
+            fsync(item)
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        target.rename(old)
+    part.rename(target)
+    fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def verify(
+    recipe: Recipe,
+    source: ModelSource,
+    layout: Layout,
+    checkpoint: Checkpoint,
+    cuts: dict[str, Cut],
+    plan: Plan,
+    folder: Path,
+    trust_remote_code: bool,
+) -> Verified:
+    """Prove that `folder` holds the planned model. Raises KvpruneError, and nothing is kept, where it does not."""
+    slim = open_checkpoint(folder)
+    if (difference := find_difference(checkpoint, cuts, slim)) is not None:
+        raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
+    needed = 4 * plan.before.total_params + (LOGIT_TOKENS * 2**20)
+    if needed > psutil.virtual_memory().available:
+        note = f"not loaded: float32 weights need {needed:,} bytes of memory"
+        log.warning("export: every tensor was compared with its slice, but the result was %s", note)
+        return Verified(len(slim.tensors), "not tried", None, note)
+    dense = _masked_logits(source, layout, plan, trust_remote_code)
+    model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {sorted(info[kind])[:3]}")
+    with torch.inference_mode():
+        logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
+    difference_ = float((logits - dense).abs().max() / dense.abs().max())
+    if not difference_ <= LOGIT_TOLERANCE:
+        raise KvpruneError(
+            f"export: the slim model's logits differ from the dense model's with the same slots masked by {difference_:.1e} "
+            f"of the largest, and {LOGIT_TOLERANCE:.0e} is allowed; its slots may not be separable"
+        )
+    return Verified(len(slim.tensors), f"stock AutoModelForCausalLM: {type(model).__name__}", difference_, "")
+
+
+def _probe_tokens(config: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
+
+
+def _masked_logits(source: ModelSource, layout: Layout, plan: Plan, trust_remote_code: bool) -> Tensor:
+    """The dense model's float32 logits with the coefficients of removed slots set to zero."""
+    model, _ = load_model(source.folder, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
+    mask_slots(model, layout, plan)
+    with torch.inference_mode():
+        logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
+    return logits
+
+
+def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
+    """Make the model compute as if the plan's removed slots were not there, by zeroing their coefficients."""
+    for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
+        value = model.get_submodule(ffn.value.name)
+        mask = torch.zeros(ffn.width, dtype=value.weight.dtype, device=value.weight.device)
+        mask[item.kept] = 1
+        value.register_forward_pre_hook(_masking(mask))
+
+
+def _masking(mask: Tensor) -> Any:
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] * mask, *args[1:])
+
+    return hook

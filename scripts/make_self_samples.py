@@ -1,0 +1,62 @@
+"""Write kvprune/data/self_samples.jsonl: the builtin calibration text, sampled from the builtin model by a seed.
+
+A model's own samples need no data set and no licence, and calibrate for every domain that the model knows. Run it again
+only to make the file anew: python scripts/make_self_samples.py
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from kvprune.artifacts import write_text
+from kvprune.sources.models import BUILTIN, load_model, load_tokenizer, open_model
+from kvprune.sources.texts import BUILTIN_TEXT, pack
+
+SEQUENCE = 512
+
+
+@torch.inference_mode()
+def sample(model: torch.nn.Module, start: int, count: int, length: int, seed: int) -> torch.Tensor:
+    """Token ids `[count, length]` drawn from the model's full distribution (temperature 1), after `start`."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.full((count, 1), start)
+    cache = None
+    for step in range(length):
+        out = model(tokens[:, -1:], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        chances = out.logits[:, -1].float().softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+        if step % 64 == 0:
+            print(f"step {step} of {length}", flush=True)
+    return tokens[:, 1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=32768, help="full sequences of 512 to have at the end")
+    parser.add_argument("--start", default="<|endoftext|>", help="token to sample after")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, default=BUILTIN_TEXT)
+    arguments = parser.parse_args()
+    source = open_model(BUILTIN)
+    tokenizer = load_tokenizer(source)
+    model, _ = load_model(source.folder, dtype="auto", device="cpu")
+    start = tokenizer.convert_tokens_to_ids(arguments.start)
+    ends = {start, tokenizer.eos_token_id}
+    rows = arguments.tokens * 9 // 8 // SEQUENCE
+    documents = []
+    for row in sample(model, start, rows, SEQUENCE, arguments.seed).tolist():
+        cut = next((at for at, token in enumerate(row) if token in ends), len(row))
+        documents.append(tokenizer.decode(row[:cut], skip_special_tokens=True))
+    documents = [text for text in documents if text.strip()]
+    packed = pack(documents, tokenizer, SEQUENCE, 10**9)
+    print(f"{len(documents)} documents, {len(packed) * SEQUENCE} tokens in full sequences of {SEQUENCE}")
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in documents]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(arguments.output, "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
