@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -108,9 +109,8 @@ def _set_up_output(arguments: argparse.Namespace) -> None:
     log.setLevel(logging.WARNING if arguments.quiet else logging.DEBUG if arguments.verbose else logging.INFO)
     if not arguments.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0")
     if arguments.quiet or not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries; ours become lines
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours become lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -122,7 +122,9 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     from kvprune.results.show import render
 
     if not arguments.verbose:
-        transformers_logging.disable_progress_bar()
+        with warnings.catch_warnings():  # it warns where the user has switched the bars of the Hub off already
+            warnings.simplefilter("ignore")
+            transformers_logging.disable_progress_bar()
     if arguments.verb == "show":
         about = pipeline.show(arguments.folder)
         return about, render(about)

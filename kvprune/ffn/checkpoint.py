@@ -215,14 +215,16 @@ def find_difference(checkpoint: Checkpoint, cuts: dict[str, Cut], slim: Checkpoi
     for file in checkpoint.files:
         with mapped(checkpoint.folder / file) as dense, mapped(slim.folder / file) as thin:
             for entry in (entry for entry in checkpoint.tensors.values() if entry.file == file):
-                written = slim.tensors[entry.name]
-                got = np.frombuffer(thin[written.start : written.end], dtype=np.uint8)
-                expected = (
-                    cut_array(dense, entry, cuts[entry.name]).reshape(-1).view(np.uint8)
-                    if entry.name in cuts
-                    else np.frombuffer(dense[entry.start : entry.end], dtype=np.uint8)
-                )
-                if written.dtype != entry.dtype or not np.array_equal(got, expected):
+                if not _is_slice(dense, entry, cuts.get(entry.name), thin, slim.tensors[entry.name]):
                     return f"{entry.name} is not the expected slice"
-                del got, expected  # views must go before their map
     return None
+
+
+def _is_slice(dense: memoryview, entry: TensorEntry, cut: Cut | None, thin: memoryview, written: TensorEntry) -> bool:
+    got = np.frombuffer(thin[written.start : written.end], dtype=np.uint8)
+    if cut is None:
+        expected = np.frombuffer(dense[entry.start : entry.end], dtype=np.uint8)
+    else:
+        expected = cut_array(dense, entry, cut).reshape(-1).view(np.uint8)
+    shape = entry.shape if cut is None else cut_shape(entry, cut)
+    return (written.dtype, written.shape) == (entry.dtype, shape) and np.array_equal(got, expected)

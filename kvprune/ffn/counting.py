@@ -101,9 +101,9 @@ def count_sequence(stats: FfnStats, sequence: Tensor, skip_first: int, scratch: 
     scratch = scratch or make_scratch(stats.width, sequence.dtype, sequence.device)
     rows = scratch.exact.shape[0]
     part = empty_stats(stats.value_norm, stats.key_norm)
-    for chunk in sequence[:skip_first].split(rows):
+    for chunk in _chunks(sequence[:skip_first], rows):
         _count_loudness(part, chunk, scratch)
-    for chunk in sequence[skip_first:].split(rows):
+    for chunk in _chunks(sequence[skip_first:], rows):
         _count_moments(part, chunk, scratch)
         c = _count_loudness(part, chunk, scratch)
         _count_exponents(part, c, scratch)
@@ -112,6 +112,10 @@ def count_sequence(stats: FfnStats, sequence: Tensor, skip_first: int, scratch: 
     part.tokens += max(0, sequence.shape[0] - skip_first)
     part.sequences += 1
     return part
+
+
+def _chunks(tokens: Tensor, rows: int) -> tuple[Tensor, ...]:
+    return tokens.split(rows) if len(tokens) else ()
 
 
 def _count_moments(stats: FfnStats, a: Tensor, scratch: Scratch) -> None:

@@ -1,15 +1,17 @@
 """Evaluate: judge dense and slim with lm-eval, and measure size and prefill speed side by side."""
 
 import hashlib
+import io
 import json
 import logging
 import math
 import platform
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +201,18 @@ def _wait(device: torch.device) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval's remarks are kept for --verbose: they would bury ours."""
+    """lm-eval's remarks are kept for --verbose, and its progress bars for terminals: they would bury ours."""
     if log.isEnabledFor(logging.DEBUG):
         yield
         return
+    bars = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "lm-eval")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with nullcontext() if bars else redirect_stderr(io.StringIO()):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -41,11 +41,17 @@ def choose_width(section: PlanSection, layout: Layout, checkpoint: Checkpoint, n
     Raises KvpruneError, with what is possible, where no multiple of `round_to` does.
     """
     budget, full = section.budget, layout.width
-    widths = [*range(section.round_to, full, section.round_to), full]  # nothing removed is always a width
-    widths = [width for width in widths if width >= min(section.floor, full)]
+    rounded = [*range(section.round_to, full, section.round_to), full]  # nothing removed is always a width
+    widths = [width for width in rounded if width >= min(section.floor, full)]
     least = model_size(layout, checkpoint, names, widths[0])
     if budget.keep is not None:
-        width = min(widths, key=lambda width: (abs(width - budget.keep * full), width))
+        wanted = budget.keep * full
+        width = min([0, *rounded], key=lambda width: (abs(width - wanted), -width))  # a tie keeps more
+        if width < widths[0]:
+            raise KvpruneError(
+                f"plan.budget.keep: {budget.keep:g} of {full} slots is {wanted:.0f}, and the smallest width that "
+                f"round_to {section.round_to} and floor {section.floor} allow is {widths[0]}; raise keep or lower them"
+            )
     else:
         unit, ceiling = ("total_params", budget.params) if budget.params is not None else ("bytes", budget.bytes)
         assert ceiling is not None  # a budget has exactly one unit
@@ -57,17 +63,11 @@ def choose_width(section: PlanSection, layout: Layout, checkpoint: Checkpoint, n
                 f"{least.total_params:,} params and {least.bytes:,} bytes"
             )
         width = max(fitting)
-    _check_width(section, layout, width, widths[0])
+    _check_protected(section, layout, width)
     return width
 
 
-def _check_width(section: PlanSection, layout: Layout, width: int, smallest: int) -> None:
-    keep = section.budget.keep
-    if keep is not None and width == smallest and keep * layout.width < max(section.floor, smallest / 2):
-        raise KvpruneError(
-            f"plan.budget.keep: {keep:g} of {layout.width} slots is {keep * layout.width:.0f}, below what round_to "
-            f"{section.round_to} and floor {section.floor} allow (smallest width {smallest}); raise keep or lower them"
-        )
+def _check_protected(section: PlanSection, layout: Layout, width: int) -> None:
     for index, slots in section.protect.items():
         if index >= len(layout.ffns):
             raise KvpruneError(f"plan.protect.{index}: the model has layers 0 to {len(layout.ffns) - 1}")
