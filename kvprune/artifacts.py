@@ -150,7 +150,11 @@ def fsync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    write_atomic(path, write)
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -28,7 +28,8 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
     origin = model["title"] + (f" at commit {model['commit']}" if model["commit"] else "")
     note = f" (dense here is {model['note']})" if model["note"] else ""
     rows = [
-        ("FFN slots", "slots"), ("FFN parameters", "ffn_params"), ("parameters", "total_params"), ("bytes of weights", "bytes"),
+        ("FFN slots", "slots"), ("FFN parameters", "ffn_params"),
+        ("parameters", "total_params"), ("bytes of weights", "bytes"),
     ]  # fmt: skip
     table = "\n".join(
         f"| {label} | {before[key]:,} | {after[key]:,} | {after[key] / before[key]:.1%} |" for label, key in rows
@@ -57,13 +58,14 @@ Verified at export: {verified["tensors"]} tensors equal the expected slices bit 
 
 ## Load
 
-It is a stock {verified["loads"].rpartition(" ")[2] if verified["logit_difference"] is not None else "transformers"} checkpoint:
+Stock transformers loads it, without remote code:
 
 ```python
 {load_command("this-folder")}
 ```
 
-`kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.{" The base model's card is BASE_README.md." if base.is_file() else ""}
+`kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.
+{"The base model's card is BASE_README.md." if base.is_file() else ""}
 """
 
 

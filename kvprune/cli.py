@@ -40,14 +40,28 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("-q", "--quiet", action="store_true", help="no progress, only warnings and errors")
     common.add_argument("-v", "--verbose", action="store_true", help="also what the libraries say")
     where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where the model runs (default: auto)")
-    where.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="sequences at once (default: 8); lower it when memory runs out")
+    where.add_argument(
+        "--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where the model runs (default: auto)"
+    )
+    where.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="sequences at once (default: 8); lower it when memory runs out",
+    )
     where.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     change = argparse.ArgumentParser(add_help=False)
-    change.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a recipe value, as in plan.budget.keep=0.7")
+    change.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a recipe value, as in plan.budget.keep=0.7",
+    )
 
     top = argparse.ArgumentParser(
-        prog="kvprune", description="Make transformer language models smaller by removing FFN slots that they hardly use.",
+        prog="kvprune", description="Make transformer language models smaller by removing FFN slots they hardly use.",
         epilog=f"example: {EXAMPLES['run']}",
     )  # fmt: skip
     top.add_argument("--version", action="version", version=f"kvprune {__version__}")
@@ -61,8 +75,12 @@ def parser() -> argparse.ArgumentParser:
 
     for name in ("run", "calibrate"):
         made = verb(name, where, change)
-        made.add_argument("recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune")
-        made.add_argument("-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there")
+        made.add_argument(
+            "recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune"
+        )
+        made.add_argument(
+            "-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there"
+        )
     planning = verb("plan", where, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
     for made in (planning, verb("export", where), verb("evaluate", where, change), verb("show")):
@@ -91,10 +109,13 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
         return 130
-    except Exception as error:  # noqa: BLE001  (the last line of defence: one line, and --debug for the rest)
+    except Exception as error:
         if arguments.debug:
             raise
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (--debug shows where)", file=sys.stderr)
+        print(
+            f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (--debug shows where)",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps(data, ensure_ascii=False) if arguments.json else text)
     return 0

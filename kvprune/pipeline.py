@@ -4,15 +4,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprune.artifacts import Plan, RunFolder, digest, provenance, read_json, read_plan, write_json, write_plan, write_text
+from kvprune.artifacts import (
+    Plan,
+    RunFolder,
+    digest,
+    provenance,
+    read_json,
+    read_meta,
+    read_plan,
+    write_json,
+    write_plan,
+    write_text,
+)
+from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
-from kvprune.ffn.checkpoint import Checkpoint, model_names, open_checkpoint
-from kvprune.ffn.layout import Layout, find_layout, meta_model
+from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.ffn.stats import read_stats
 from kvprune.progress import log
 from kvprune.recipe import Recipe, dump_recipe, load_recipe, stage_recipe
 from kvprune.results.show import describe
-from kvprune.sources.models import ModelSource, load_config, load_model, load_tokenizer, open_model, pick_device
+from kvprune.sources.models import load_model, load_tokenizer, pick_device
 from kvprune.sources.texts import check_text, sequences
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
@@ -32,57 +43,53 @@ class Options:
     trust_remote_code: bool = False
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A recipe's model, known from config and headers alone."""
-
-    source: ModelSource
-    config: Any
-    layout: Layout
-    checkpoint: Checkpoint
-    names: dict[str, str]
+DEFAULT = Options()
 
 
-def run(recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = Options()) -> dict[str, Any]:
+def run(
+    recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT
+) -> dict[str, Any]:
     """Bring a run folder up to date with a recipe: every stage that is missing or stale, in order.
 
     Returns the results, dense against slim. Raises KvpruneError.
     """
     recipe, place = _begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
-    opened = _open(recipe, place, options)
-    _calibrate(recipe, place, opened, options)
-    _plan(recipe, place, opened)
-    _export(recipe, place, opened, options)
-    return _evaluate(recipe, place, opened, options)
+    dense = _open(recipe, place, options)
+    _calibrate(recipe, place, dense, options)
+    _plan(recipe, place, dense)
+    _export(recipe, place, dense)
+    return _evaluate(recipe, place, dense, options)
 
 
-def calibrate(recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = Options()) -> Path:
+def calibrate(
+    recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT
+) -> Path:
     """Count how the slots of a recipe's model fire, into a run folder. Returns the path of the statistics."""
     recipe, place = _begin(recipe, folder, overrides)
     _calibrate(recipe, place, _open(recipe, place, options), options)
     return place.stats
 
 
-def plan(folder: str | Path, *, overrides: list[str] | None = None, dry_run: bool = False, options: Options = Options()) -> Plan:
+def plan(
+    folder: str | Path, *, overrides: list[str] | None = None, dry_run: bool = False, options: Options = DEFAULT
+) -> Plan:
     """Decide which slots of a calibrated run stay. With `dry_run` nothing is written."""
     recipe, place = _continue(folder, overrides, "plan")
     _need(place, recipe, "plan")
-    opened = _open(recipe, place, options)
-    if dry_run:
-        return _make_plan(recipe, place, opened)
-    return _plan(recipe, place, opened)
+    dense = _open(recipe, place, options)
+    return _make_plan(recipe, place, dense) if dry_run else _plan(recipe, place, dense)
 
 
-def export(folder: str | Path, *, options: Options = Options()) -> Path:
+def export(folder: str | Path, *, options: Options = DEFAULT) -> Path:
     """Write and verify the slim checkpoint of a planned run. Returns its folder."""
     recipe, place = _continue(folder, None, "export")
     _need(place, recipe, "export")
-    _export(recipe, place, _open(recipe, place, options), options)
+    _export(recipe, place, _open(recipe, place, options))
     return place.model
 
 
-def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options: Options = Options()) -> dict[str, Any]:
+def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
     """Judge dense and slim of an exported run. Returns the results."""
     recipe, place = _continue(folder, overrides, "evaluate")
     _need(place, recipe, "evaluate")
@@ -105,7 +112,9 @@ def _begin(recipe: str | Path | Recipe, folder: str | Path, overrides: list[str]
     if place.recipe.is_file():
         former = load_recipe(place.recipe)
         if former.model != recipe.model:
-            raise KvpruneError(f"{folder}: is a run of model {former.model}, and the recipe is of {recipe.model}; use another -o")
+            raise KvpruneError(
+                f"{folder}: is a run of model {former.model}, and the recipe is of {recipe.model}; use another -o"
+            )
     elif place.path.exists() and (not place.path.is_dir() or any(place.path.iterdir())):
         raise KvpruneError(f"{folder}: exists and is not a run folder (no recipe.yaml); use another -o")
     return recipe, place
@@ -115,10 +124,14 @@ def _continue(folder: str | Path, overrides: list[str] | None, stage: str) -> tu
     """A run folder and its recipe; `overrides` may change the stage's own section only."""
     place = RunFolder(Path(folder))
     if not place.recipe.is_file():
-        raise KvpruneError(f"{folder}: not a run folder (no recipe.yaml); start one with: kvprune run RECIPE -o {folder}")
+        raise KvpruneError(
+            f"{folder}: not a run folder (no recipe.yaml); start one with: kvprune run RECIPE -o {folder}"
+        )
     for override in overrides or []:
         if not override.startswith(f"{stage}."):
-            raise KvpruneError(f"--set {override}: kvprune {stage} changes {stage}.* only; use kvprune run with --set for others")
+            raise KvpruneError(
+                f"--set {override}: kvprune {stage} changes {stage}.* only; use kvprune run with --set for others"
+            )
     return load_recipe(place.recipe, overrides), place
 
 
@@ -128,7 +141,11 @@ def _need(place: RunFolder, recipe: Recipe, stage: str) -> None:
     for name in STAGES[: STAGES.index(stage)]:
         state = states[name]
         if state.status != "current":
-            command = f"kvprune calibrate {place.recipe} -o {place.path}" if name == "calibrate" else f"kvprune {name} {place.path}"
+            command = (
+                f"kvprune calibrate {place.recipe} -o {place.path}"
+                if name == "calibrate"
+                else f"kvprune {name} {place.path}"
+            )
             why = f": {state.reason}" if state.reason else ""
             raise StaleError(f"{place.path}: {name} is {state.status}{why}; run: {command}")
 
@@ -140,140 +157,109 @@ def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
     return current
 
 
-def _open(recipe: Recipe, place: RunFolder, options: Options) -> Opened:
+def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     """Open the model, and check all that can be checked before minutes are spent."""
     pick_device(options.device)
     check_text(recipe.calibrate.text)
-    source = open_model(recipe.model, commit=_pinned(place), trust_remote_code=options.trust_remote_code)
-    config = load_config(source, trust_remote_code=options.trust_remote_code)
-    layout = find_layout(config, trust_remote_code=options.trust_remote_code)
-    checkpoint = open_checkpoint(source.folder)
-    names = model_names(checkpoint, meta_model(config, trust_remote_code=options.trust_remote_code))
-    opened = Opened(source, config, layout, checkpoint, names)
-    _check_budget(recipe, place, opened)
-    return opened
-
-
-def _pinned(place: RunFolder) -> str | None:
-    """The commit that an earlier stage of this run used, so that all use the same."""
-    if not place.stats.is_file():
-        return None
-    _, meta = read_stats(place.stats)
-    commit = meta["model"]["commit"]
-    return str(commit) if commit else None
-
-
-def _check_budget(recipe: Recipe, place: RunFolder, opened: Opened) -> None:
-    missing = [name for ffn in opened.layout.ffns for name in ffn.cuts() if name not in opened.names]
-    if missing:
-        raise KvpruneError(f"{opened.source.title}: {missing[0]} is not in the weight files as one tensor, so it cannot be cut")
-    width = planning.choose_width(recipe.plan, opened.layout, opened.checkpoint, opened.names)
-    size = planning.model_size(opened.layout, opened.checkpoint, opened.names, width)
+    commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
+    dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
+    width = planning.choose_width(recipe.plan, dense)
+    size = planning.model_size(dense, width)
     exporting.check_room(place, size.bytes)
-    log.info(
-        "%s: %d FFNs of width %s -> %s, %s -> %s parameters",
-        opened.source.title, len(opened.layout.ffns), f"{opened.layout.width:,}", f"{width:,}",
-        f"{opened.layout.total_params:,}", f"{size.total_params:,}",
-    )  # fmt: skip
+    layout = dense.layout
+    log.info("%s: %d FFNs, width %d -> %d", dense.source.title, len(layout.ffns), layout.width, width)
+    log.info("parameters %s -> %s", f"{layout.total_params:,}", f"{size.total_params:,}")
+    return dense
 
 
 def _save_recipe(place: RunFolder, recipe: Recipe) -> None:
     write_text(place.recipe, dump_recipe(recipe))
 
 
-def _calibrate(recipe: Recipe, place: RunFolder, opened: Opened, options: Options) -> None:
+def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> None:
     if _current(place, recipe, "calibrate"):
         _save_recipe(place, recipe)
         return
-    tokenizer = load_tokenizer(opened.source, trust_remote_code=options.trust_remote_code)
+    tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     tokens = sequences(recipe.calibrate, tokenizer)
-    _check_tokens(tokens, opened.config)
+    _check_tokens(tokens, dense.config)
     _save_recipe(place, recipe)
-    model = _load_dense(recipe, opened, options)
-    calibrating.calibrate(recipe, opened.source, opened.layout, tokens, model, place, batch_size=options.batch_size)
+    model = _load(dense, recipe, options)
+    calibrating.calibrate(recipe, dense, model, tokens, place, batch_size=options.batch_size)
 
 
 def _check_tokens(tokens: Any, config: Any) -> None:
     """The tokenizer must belong to the model, and sequences must be in its reach."""
     largest, length = int(tokens.max()), tokens.shape[1]
     if largest >= config.vocab_size:
-        raise KvpruneError(f"the tokenizer makes id {largest} and the model has {config.vocab_size} embeddings: they do not belong together")
+        raise KvpruneError(
+            f"the tokenizer makes id {largest} and the model has {config.vocab_size} embeddings: "
+            "they do not belong together"
+        )
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and length > most:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
 
 
-def _load_dense(recipe: Recipe, opened: Opened, options: Options) -> Any:
+def _load(dense: Dense, recipe: Recipe, options: Options) -> Any:
     device = pick_device(options.device)
-    log.info("loading %s on %s", opened.source.title, device)
-    model, _ = load_model(
-        opened.source.folder, dtype=recipe.dtype, device=device, title=opened.source.title,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
-    return model
+    log.info("loading %s on %s", dense.source.title, device)
+    return dense.load(recipe.dtype, device)
 
 
-def _make_plan(recipe: Recipe, place: RunFolder, opened: Opened) -> Plan:
+def _make_plan(recipe: Recipe, place: RunFolder, dense: Dense) -> Plan:
     stats, _ = read_stats(place.stats)
-    return planning.make_plan(recipe, opened.layout, opened.checkpoint, opened.names, stats, place)
+    return planning.make_plan(recipe, dense, stats, digest(place.stats))
 
 
-def _plan(recipe: Recipe, place: RunFolder, opened: Opened) -> Plan:
+def _plan(recipe: Recipe, place: RunFolder, dense: Dense) -> Plan:
     if _current(place, recipe, "plan"):
         return read_plan(place.plan)
-    made = _make_plan(recipe, place, opened)
+    made = _make_plan(recipe, place, dense)
     _save_recipe(place, recipe)
     write_plan(place.plan, made)
     return made
 
 
-def _export(recipe: Recipe, place: RunFolder, opened: Opened, options: Options) -> None:
+def _export(recipe: Recipe, place: RunFolder, dense: Dense) -> None:
     if _current(place, recipe, "export"):
         return
-    exporting.export(
-        recipe, opened.source, opened.layout, opened.checkpoint, opened.names, read_plan(place.plan), place,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
-    log.info("export: %s: every tensor verified", place.model)
+    verified = exporting.export(recipe, dense, read_plan(place.plan), place)
+    log.info("export: %s: %d tensors verified; %s", place.model, verified.tensors, verified.loads)
 
 
-def _evaluate(recipe: Recipe, place: RunFolder, opened: Opened, options: Options) -> dict[str, Any]:
+def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> dict[str, Any]:
     if _current(place, recipe, "evaluate"):
         return dict(read_json(place.results))
     manager = evaluating.task_manager(recipe.evaluate)
-    tokenizer = load_tokenizer(opened.source, trust_remote_code=options.trust_remote_code)
-    plan = read_plan(place.plan)
-    dense = _load_dense(recipe, opened, options)
-    slim, _ = load_model(
-        place.model, dtype=recipe.dtype, device=str(dense.device), trust_remote_code=options.trust_remote_code
-    )
+    tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
+    judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
     checkpoint = digest(place.model / "kvprune.json")
-    where = {"dtype": str(dense.dtype), "device": dense.device.type}
-    keys: dict[str, dict[str, Any]] = {
-        "dense": {"name": recipe.model, "model": opened.source.fingerprint, **where},
-        "slim": {"checkpoint": checkpoint, **where},
+    models = {"dense": _load(dense, recipe, options)}
+    device = str(models["dense"].device)
+    models["slim"], _ = load_model(
+        place.model, dtype=recipe.dtype, device=device, trust_remote_code=options.trust_remote_code
+    )
+    tasks = {
+        "dense": evaluating.judge_dense(judge, models["dense"], recipe.model, dense.source.fingerprint, place.eval),
+        "slim": evaluating.judge_slim(judge, models["slim"], checkpoint, place.eval),
     }
-    cache = evaluating.dense_folder(recipe.evaluate, keys["dense"], options.batch_size)
-    tasks = {}
-    for name, model, folder in (("dense", dense, cache), ("slim", slim, place.eval / "slim")):
-        log.info("evaluate: %s", name)
-        tasks[name] = evaluating.evaluate_tasks(
-            recipe.evaluate, model, tokenizer, manager, folder, batch_size=options.batch_size, key=keys[name]
-        )
-    evaluating.copy_results(cache, place.eval / "dense", recipe.evaluate.tasks)
-    speeds = evaluating.prefill_speeds({"dense": dense, "slim": slim}, opened.config.vocab_size)
+    speeds = evaluating.prefill_speeds(models, dense.config.vocab_size)
+    plan = read_plan(place.plan)
+    sizes = {"dense": (plan.before, dense.checkpoint), "slim": (plan.after, open_checkpoint(place.model))}
     results = {
         "provenance": provenance("results", stage_recipe(recipe, "evaluate"), {"checkpoint": checkpoint}),
-        "model": {"title": opened.source.title, "note": opened.source.note},
+        "model": {"title": dense.source.title, "note": dense.source.note},
         "load": str(place.model),
-    }
-    for name, size, folder in (("dense", plan.before, opened.source.folder), ("slim", plan.after, place.model)):
-        results[name] = {
+    } | {
+        name: {
             "params": size.total_params,
-            "bytes": open_checkpoint(folder).bytes,
+            "bytes": weights.bytes,
             "tasks": tasks[name],
             "prefill_tokens_per_second": speeds[name],
         }
+        for name, (size, weights) in sizes.items()
+    }
     _save_recipe(place, recipe)
     write_json(place.results, results)
     return results

@@ -41,4 +41,13 @@ def _lines(items: Iterable[T], total: int, label: str, unit: str, per_item: int)
             printed = now
             rate = done / max(now - started, 1e-9)
             left = (total - done) / max(rate, 1e-9)
-            log.info("%s: %s of %s %s, %s %s/s, %.0f s left", label, f"{done:,}", f"{total:,}", unit, f"{rate:,.0f}", unit, left)
+            log.info(
+                "%s: %s of %s %s, %s %s/s, %.0f s left",
+                label,
+                f"{done:,}",
+                f"{total:,}",
+                unit,
+                f"{rate:,.0f}",
+                unit,
+                left,
+            )

@@ -28,9 +28,7 @@ BYTE_UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 
-Score = Literal[
-    "wanda", "fire_rate", "contribution", "fluctuation", "activation_norm", "weight_norm", "random"
-]
+Score = Literal["wanda", "fire_rate", "contribution", "fluctuation", "activation_norm", "weight_norm", "random"]
 
 
 def _quantity(units: dict[str, int], example: str) -> BeforeValidator:
@@ -175,7 +173,7 @@ class _Loader(yaml.SafeLoader):
     """YAML without its two traps: duplicate keys (the first is lost) and aliases (which can explode)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.events.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
@@ -192,7 +190,7 @@ class _Loader(yaml.SafeLoader):
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML `text` with plain types only. Raises KvpruneError naming `where` and the line."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
@@ -211,7 +209,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
-        raise KvpruneError(f"{path}: cannot read the recipe: {reason}. Recipes here: {', '.join(builtin_recipes())}") from None
+        raise KvpruneError(
+            f"{path}: cannot read the recipe: {reason}. Recipes here: {', '.join(builtin_recipes())}"
+        ) from None
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         raise KvpruneError(f"{path}: a recipe is a YAML mapping that starts with 'model:', got {type(data).__name__}")
@@ -232,7 +232,12 @@ def make_recipe(data: dict[str, Any], where: str = "recipe") -> Recipe:
 
 
 # What each stage rests on: when one of these values changes, the stage is stale. Export rests on its inputs alone.
-STAGE_KEYS = {"calibrate": {"model", "dtype", "calibrate"}, "plan": {"plan"}, "export": set[str](), "evaluate": {"evaluate"}}
+STAGE_KEYS = {
+    "calibrate": {"model", "dtype", "calibrate"},
+    "plan": {"plan"},
+    "export": set[str](),
+    "evaluate": {"evaluate"},
+}
 
 
 def stage_recipe(recipe: Recipe, stage: str) -> dict[str, Any]:
@@ -270,7 +275,9 @@ def _override(data: dict[str, Any], override: str) -> None:
             section[parent] = {}
         section = section[parent]
         if isinstance(section, str) and parent == "text":
-            raise KvpruneError(f"--set {override}: {parent} is a text here; set calibrate.text={{source: …}} as a whole")
+            raise KvpruneError(
+                f"--set {override}: {parent} is a text here; set calibrate.text={{source: …}} as a whole"
+            )
         if not isinstance(section, dict):
             raise KvpruneError(f"--set {override}: {parent} is not a section")
     value = parse_yaml(text, f"--set {override}")

@@ -36,7 +36,7 @@ def sample(model: torch.nn.Module, start: int, count: int, length: int, seed: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32768, help="full sequences of 512 to have at the end")
-    parser.add_argument("--start", default="<|endoftext|>", help="token to sample after")
+    parser.add_argument("--start", default="<|im_start|>", help="token to sample after: BOS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, default=BUILTIN_TEXT)
     arguments = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
     model, _ = load_model(source.folder, dtype="auto", device="cpu")
     start = tokenizer.convert_tokens_to_ids(arguments.start)
     ends = {start, tokenizer.eos_token_id}
-    rows = arguments.tokens * 9 // 8 // SEQUENCE
+    rows = arguments.tokens * 5 // 4 // SEQUENCE  # some end early
     documents = []
     for row in sample(model, start, rows, SEQUENCE, arguments.seed).tolist():
         cut = next((at for at, token in enumerate(row) if token in ends), len(row))

@@ -76,9 +76,7 @@ def tiny_tokenizer(*, adds_bos: bool = True) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 256)]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
 def save_model(folder: Path, shape: str = "llama", dtype: torch.dtype = torch.float32, **save: Any) -> Path:

@@ -90,7 +90,9 @@ def test_all_problems_of_a_recipe_are_told_at_once(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_there(device: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there(
+    device: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(recipe), "-o", str(tmp_path / "run"), "--device", device]) == 1
     assert f"--device {device}" in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def test_the_batch_size_and_the_threads_change_no_bit(batch: int) -> None:
     whole = counted(a)
     split = empty_stats(*norms())
     with make_counters(SLOTS, a.dtype, a.device) as counters:
-        for part in a.split(batch):
+        for part in torch.split(a, batch):
             count(split, part, 1, counters)
     assert_equal(whole, split)
 
@@ -175,15 +175,14 @@ def test_the_hook_sees_the_coefficient_of_the_formula_in_gpt2() -> None:
 
 @pytest.mark.parametrize(("shape", "gain"), [("gemma2", "1+w"), ("gemma3", "1+w"), ("olmo2", "w"), ("llama", "none")])
 def test_the_weight_of_a_norm_after_the_ffn_is_folded_into_the_value(shape: str, gain: str) -> None:
-    config = tiny_config(shape)
+    config = tiny_config(shape, num_hidden_layers=7)
     model = tiny_model(config)
-    stats = empty(model, find_layout(config))
-    layer = model.model.layers[0]
-    values = layer.mlp.down_proj.weight
-    if gain != "none":
-        weight = layer.post_feedforward_layernorm.weight
-        values = values * ((1 + weight) if gain == "1+w" else weight)[:, None]
-    assert torch.allclose(stats[0].value_norm, values.norm(dim=0), rtol=1e-4)
+    for layer, stats in zip(model.model.layers, empty(model, find_layout(config)), strict=True):
+        values = layer.mlp.down_proj.weight
+        if gain != "none":
+            weight = layer.post_feedforward_layernorm.weight
+            values = values * ((1 + weight) if gain == "1+w" else weight)[:, None]
+        assert torch.allclose(stats.value_norm, values.norm(dim=0), rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,7 +193,7 @@ def test_a_models_counts_do_not_depend_on_the_batch_size(shape: str, batch: int)
     tokens = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(3))
     whole, split = empty(model, layout), empty(model, layout)
     count_batch(model, layout, whole, tokens, 1)
-    for part in tokens.split(batch):
+    for part in torch.split(tokens, batch):
         count_batch(model, layout, split, part, 1)
     for left, right in zip(whole, split, strict=True):
         assert torch.equal(left.histogram, right.histogram)

@@ -84,7 +84,9 @@ def test_a_fresh_process_loads_it_strictly(shape: str, tmp_path: Path) -> None:
     assert report["dtype"] == "torch.bfloat16"
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     slim = AutoModelForCausalLM.from_pretrained(run.model).eval()
-    assert torch.equal(slim(torch.arange(20)[None]).logits.double(), torch.tensor(report["logits"], dtype=torch.float64))
+    assert torch.equal(
+        slim(torch.arange(20)[None]).logits.double(), torch.tensor(report["logits"], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2-inner"])
@@ -108,7 +110,7 @@ def test_keep_all_exports_identical_tensors_and_layout(shape: str, shard: str, t
 def test_sharded_index_is_recomputed(tmp_path: Path) -> None:
     run = exported(tmp_path, save_model(tmp_path / "dense", max_shard_size="20KB"))
     index = json.loads((run.model / INDEX).read_text())
-    shapes = {}
+    shapes: dict[str, torch.Tensor] = {}
     for file in set(index["weight_map"].values()):
         with safe_open(run.model / file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
@@ -120,7 +122,14 @@ def test_sharded_index_is_recomputed(tmp_path: Path) -> None:
 
 def test_only_what_belongs_to_the_model_goes_along(tmp_path: Path) -> None:
     dense = save_model(tmp_path / "dense")
-    for name in ("LICENSE", "pytorch_model.bin", "consolidated.safetensors", "weights.gguf", "modeling_x.py", "notes.md"):
+    for name in (
+        "LICENSE",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "weights.gguf",
+        "modeling_x.py",
+        "notes.md",
+    ):
         (dense / name).write_text("x")
     (dense / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\n---\n# Base\n")
     (dense / "original").mkdir()
@@ -188,7 +197,9 @@ def test_every_dtype_is_cut_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     slots = np.array([0, 3, 9])
     cuts = {name: Cut(1, slots) for name in tensors}
-    write_cut_file(tmp_path / "model.safetensors", list(checkpoint.tensors.values()), cuts, tmp_path / "out.safetensors")
+    write_cut_file(
+        tmp_path / "model.safetensors", list(checkpoint.tensors.values()), cuts, tmp_path / "out.safetensors"
+    )
     for name, got in load_file(tmp_path / "out.safetensors").items():
         assert torch.equal(got.view(torch.uint8), tensors[name][:, slots].contiguous().view(torch.uint8))
     with safe_open(tmp_path / "out.safetensors", "pt") as file:

@@ -37,7 +37,10 @@ def statuses(run: Path) -> list[str]:
 
 
 def times(run: Path) -> dict[str, int]:
-    return {stage: artifact(RunFolder(run), stage).stat().st_mtime_ns for stage in ("calibrate", "plan", "export", "evaluate")}
+    return {
+        stage: artifact(RunFolder(run), stage).stat().st_mtime_ns
+        for stage in ("calibrate", "plan", "export", "evaluate")
+    }
 
 
 def test_a_run_does_all_stages_and_then_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_changed_weights_and_text_make_the_counts_stale(recipe: Path, tmp_path: 
     kvprune.calibrate(recipe, run)
     text = tmp_path / "text.txt"
     text.write_text(text.read_text() + "more")
-    with pytest.raises(StaleError, match="the text .* has changed"):
+    with pytest.raises(StaleError, match=r"the text .* has changed"):
         kvprune.plan(run)
     kvprune.calibrate(recipe, run)
     kvprune.plan(run)
@@ -120,7 +123,9 @@ def test_changed_weights_and_text_make_the_counts_stale(recipe: Path, tmp_path: 
         kvprune.plan(run)
 
 
-def test_a_run_folder_of_another_model_or_of_something_else_is_refused(recipe: Path, tmp_path: Path, text: Path) -> None:
+def test_a_run_folder_of_another_model_or_of_something_else_is_refused(
+    recipe: Path, tmp_path: Path, text: Path
+) -> None:
     run = tmp_path / "run"
     kvprune.calibrate(recipe, run)
     other = make_recipe(recipe_data(save_model(tmp_path / "other"), text))
@@ -238,7 +243,10 @@ def test_a_local_lm_eval_task_is_evaluated(recipe: Path, tmp_path: Path) -> None
 def test_first_change_names_the_path() -> None:
     then = {"plan": {"budget": {"keep": 0.8}, "score": "wanda"}}
     assert first_change(then, then) == ""
-    assert first_change(then, {"plan": {"budget": {"keep": 0.7}, "score": "wanda"}}) == "plan.budget.keep was 0.8 and is now 0.7"
+    assert (
+        first_change(then, {"plan": {"budget": {"keep": 0.7}, "score": "wanda"}})
+        == "plan.budget.keep was 0.8 and is now 0.7"
+    )
     assert first_change({"a": 1, "b": 2}, {"a": 1}) == "b was 2 and is now None"
 
 

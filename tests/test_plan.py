@@ -107,7 +107,7 @@ def test_plans_are_deterministic_and_well_formed(planner: Planner, score: str) -
     assert first == second
     for ffn in first.ffns:
         assert ffn.kept == sorted(set(ffn.kept))
-        assert 0 <= ffn.kept[0]
+        assert ffn.kept[0] >= 0
         assert ffn.kept[-1] < WIDTH
 
 

@@ -82,7 +82,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     elif (folder / SINGLE).is_file():
         files = (SINGLE,)
     else:
-        raise KvpruneError(f"{folder}: neither {SINGLE} nor {INDEX}; kvprune reads safetensors only, never pickled weights")
+        raise KvpruneError(
+            f"{folder}: neither {SINGLE} nor {INDEX}; kvprune reads safetensors only, never pickled weights"
+        )
     tensors = {entry.name: entry for file in files for entry in _entries(folder, file)}
     if index is not None and (lost := sorted(set(index["weight_map"]) - set(tensors))):
         raise KvpruneError(f"{folder / INDEX}: names {len(lost)} tensors that no shard holds, {lost[0]} first")
@@ -103,7 +105,9 @@ def _read_index(path: Path) -> dict[str, Any]:
 def _entries(folder: Path, file: str) -> Iterator[TensorEntry]:
     header, base = read_header(folder / file)
     found = [
-        TensorEntry(name, file, item["dtype"], tuple(item["shape"]), *(base + offset for offset in item["data_offsets"]))
+        TensorEntry(
+            name, file, item["dtype"], tuple(item["shape"]), *(base + offset for offset in item["data_offsets"])
+        )
         for name, item in header.items()
         if name != "__metadata__"
     ]
@@ -129,7 +133,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise KvpruneError(f"{path}: not a safetensors file (its header is not valid); download it again") from None
     if 8 + length + end != size:
         raise KvpruneError(
-            f"{path}: truncated or corrupt: {size:,} bytes where its header asks for {8 + length + end:,}; download it again"
+            f"{path}: truncated or corrupt: {size:,} bytes where its header asks for {8 + length + end:,}; "
+            "download it again"
         )
     return header, 8 + length
 

@@ -115,7 +115,7 @@ def count_sequence(stats: FfnStats, sequence: Tensor, skip_first: int, scratch: 
 
 
 def _chunks(tokens: Tensor, rows: int) -> tuple[Tensor, ...]:
-    return tokens.split(rows) if len(tokens) else ()
+    return torch.split(tokens, rows) if len(tokens) else ()
 
 
 def _count_moments(stats: FfnStats, a: Tensor, scratch: Scratch) -> None:

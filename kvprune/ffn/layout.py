@@ -97,7 +97,9 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, ImportError) as error:
         text = " ".join(str(error).split())[:200]
-        raise KvpruneError(f"model type {config.model_type}: not a causal language model that transformers builds: {text}") from None
+        raise KvpruneError(
+            f"model type {config.model_type}: not a causal language model that transformers builds: {text}"
+        ) from None
 
 
 def _decoder_layers(model: Any, config: Any) -> tuple[str, nn.ModuleList]:
@@ -227,7 +229,7 @@ def _probe_separable(module: nn.Module, ffn: Ffn) -> None:
         changed = copy.deepcopy(module)
         for key in ffn.keys:
             weight = changed.get_submodule(key.name.removeprefix(f"{ffn.name}.")).weight
-            weight.select(key.slot_axis, slot).mul_(1.5)  # type: ignore[operator, union-attr]
+            weight.select(key.slot_axis, slot).mul_(1.5)  # type: ignore[operator]
         value = changed.get_submodule(ffn.value.name.removeprefix(f"{ffn.name}."))
         moved = (_coefficients(changed, value, x, ffn)[0] - base).abs().amax(dim=(0, 1)) > 0
         if moved.nonzero().flatten().tolist() != [slot]:
@@ -238,7 +240,7 @@ def _probe_separable(module: nn.Module, ffn: Ffn) -> None:
 
 
 def _coefficients(module: nn.Module, value: nn.Module, x: Tensor, ffn: Ffn) -> tuple[Tensor, Tensor, Tensor]:
-    """Run an FFN on x `[1, tokens, hidden]`: coefficients `[1, tokens, slots]`, its output, the value matrix's output."""
+    """Run an FFN on x `[1, tokens, hidden]`: coefficients `[1, tokens, slots]`, its output, the value matrix's."""
     seen: list[Tensor] = []
     handle = value.register_forward_hook(lambda _, args, output: seen.extend((args[0], output)))
     try:

@@ -39,7 +39,13 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
             "before": asdict(plan.before),
             "after": asdict(plan.after),
             "layers": [
-                {"name": ffn.name, "before": ffn.width_before, "after": ffn.width, "guarded": ffn.guarded, "protected": ffn.protected}
+                {
+                    "name": ffn.name,
+                    "before": ffn.width_before,
+                    "after": ffn.width,
+                    "guarded": ffn.guarded,
+                    "protected": ffn.protected,
+                }
                 for ffn in plan.ffns
             ],
         }
@@ -83,7 +89,10 @@ def render(about: dict[str, Any]) -> str:
         layer = plan["layers"][0]
         requested = ", ".join(f"{key} {value}" for key, value in plan["budget"].items())
         guarded = sum(len(item["guarded"]) for item in plan["layers"])
-        parts += ["", f"plan: width {layer['before']} -> {layer['after']} in {len(plan['layers'])} layers; requested {requested}"]
+        parts += [
+            "",
+            f"plan: width {layer['before']} -> {layer['after']} in {len(plan['layers'])} layers; requested {requested}",
+        ]
         parts += [f"guarded slots (rare giants): {guarded}"] if guarded else []
         parts += [budget_table(plan["before"], plan["after"])]
     if "checkpoint" in about:

@@ -2,14 +2,22 @@
 
 from typing import Any
 
-UNITS = {"slots": "FFN slots", "ffn_params": "FFN parameters", "total_params": "parameters", "bytes": "bytes of weights"}
+UNITS = {
+    "slots": "FFN slots",
+    "ffn_params": "FFN parameters",
+    "total_params": "parameters",
+    "bytes": "bytes of weights",
+}
 
 
 def grid(rows: list[list[str]]) -> str:
     """Align columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = (
-        "  ".join(cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if not at else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
@@ -19,7 +27,8 @@ def budget_table(before: dict[str, int], after: dict[str, int]) -> str:
     """A model's size before and after, in every unit that a budget can have."""
     rows = [["", "dense", "slim", "kept"]]
     rows += [
-        [label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.2%}"] for key, label in UNITS.items()
+        [label, f"{before[key]:,}", f"{after[key]:,}", f"{after[key] / before[key]:.2%}"]
+        for key, label in UNITS.items()
     ]
     return grid(rows)
 

@@ -17,7 +17,18 @@ from kvprune.progress import log
 BUILTIN = "builtin:smollm2-135m"
 HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 # Top-level files of a Hub repository that a text model needs; weights as safetensors only.
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+HUB_FILES = [
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,7 +60,9 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
     else:
         source = _hub(name, commit, trust_remote_code)
     if not (source.folder / "config.json").is_file():
-        raise KvpruneError(f"model: {source.name}: no config.json in {source.folder}; name a folder with a Hugging Face model")
+        raise KvpruneError(
+            f"model: {source.name}: no config.json in {source.folder}; name a folder with a Hugging Face model"
+        )
     return source
 
 
@@ -75,7 +88,7 @@ def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method", "unknown")
         raise KvpruneError(
-            f"model: {source.title}: its weights are quantised ({method}); name the checkpoint that it was quantised from"
+            f"model: {source.title}: its weights are quantised ({method}); name the checkpoint it was quantised from"
         )
     return config
 
@@ -156,7 +169,9 @@ def _gguf(name: str, file: Path, title: str) -> ModelSource:
     """A GGUF file, dequantised once into a safetensors folder of the cache."""
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
-            raise KvpruneError(f"model: {name}: not a GGUF file; name a folder of safetensors, a .gguf file or a Hub id")
+            raise KvpruneError(
+                f"model: {name}: not a GGUF file; name a folder of safetensors, a .gguf file or a Hub id"
+            )
     stat = file.stat()
     identity = f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -232,14 +247,17 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
             f"model: {repo} is gated: accept its licence at https://huggingface.co/{repo} and set HF_TOKEN"
         ) from None
     except RevisionNotFoundError:
-        raise KvpruneError(f"model: {repo} has no revision {revision}; see https://huggingface.co/{repo}/commits") from None
+        raise KvpruneError(
+            f"model: {repo} has no revision {revision}; see https://huggingface.co/{repo}/commits"
+        ) from None
     except RepositoryNotFoundError:
         raise KvpruneError(
             f"model: {repo} is not on the Hub (or private: set HF_TOKEN), and no folder of that name is here"
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise KvpruneError(
-            f"model: {repo} is not in the local cache and the Hub cannot be reached; check the name, the network and HF_HUB_OFFLINE"
+            f"model: {repo} is not in the local cache and the Hub cannot be reached; "
+            "check the name, the network and HF_HUB_OFFLINE"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise KvpruneError(f"model: {repo} cannot be downloaded: {one_line(error)}") from None

@@ -1,8 +1,8 @@
 """Where calibration tokens come from: documents of a text, joined by EOS and packed into full sequences.
 
 A `.txt` file is one document; of a folder, every `.txt` file below it is one. A row of a `.jsonl` file or of a
-`datasets` data set is one. Documents come in a seeded order and are cut, end to end, into sequences that each start with
-BOS where the tokenizer adds one. Sequences are drawn, in a seeded order, from the first POOL times as many.
+`datasets` data set is one. Documents come in a seeded order and are cut, end to end, into sequences that each
+start with BOS where the tokenizer adds one. Sequences are drawn, in a seeded order, from the first POOL times as many.
 """
 
 import hashlib
@@ -94,10 +94,12 @@ def check_text(source: TextSource) -> None:
     path = Path(source.source)
     kind = _kind(source)
     if kind != "datasets" and (source.config is not None or source.split is not None):
-        raise KvpruneError(f"calibrate.text: config and split are for a data set of the Hub, and {source.source} is not one")
+        raise KvpruneError(
+            f"calibrate.text: config and split are for a data set of the Hub, and {source.source} is not one"
+        )
     if kind in ("builtin", "txt") and source.field is not None:
         raise KvpruneError(f"calibrate.text.field: {source.source} has no fields; remove it")
-    if kind == "jsonl" and not path.is_file() or kind == "txt" and not path.exists():
+    if (kind == "jsonl" and not path.is_file()) or (kind == "txt" and not path.exists()):
         raise KvpruneError(f"calibrate.text: {path}: no such file or folder")
 
 
@@ -126,7 +128,10 @@ def _kind(source: TextSource) -> str:
         return path.suffix[1:]
     if path.exists() or source.source.startswith((".", "/", "~")):
         if not path.is_dir():
-            raise KvpruneError(f"calibrate.text: {path}: should be builtin, a .txt or .jsonl file, a folder of .txt files or a datasets id")
+            raise KvpruneError(
+                f"calibrate.text: {path}: should be builtin, a .txt or .jsonl file, a folder of .txt files, "
+                "or a datasets id"
+            )
         return "txt"
     return "datasets"
 
@@ -171,7 +176,8 @@ def _streamed(source: TextSource, field: str, seed: int) -> Iterator[str]:
         for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS), 1):
             if not isinstance(row.get(field), str):
                 raise KvpruneError(
-                    f"calibrate.text.field: {source.source} row {number}: no text in field {field!r}; it has: {', '.join(row)}"
+                    f"calibrate.text.field: {source.source} row {number}: no text in field {field!r}; "
+                    f"it has: {', '.join(row)}"
                 )
             yield row[field]
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -10,33 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from kvprune.artifacts import RunFolder, provenance, read_tensors, write_tensors
+from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.counting import Counters, count, make_counters
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats, empty_stats, first_bad_slot, from_tensors, to_tensors
 from kvprune.progress import log, progress
 from kvprune.recipe import Recipe, stage_recipe
-from kvprune.sources.models import ModelSource
 from kvprune.sources.texts import text_fingerprint, token_digest
 
 SECONDS_BETWEEN_SAVES = 60.0
 
 
 def calibrate(
-    recipe: Recipe,
-    source: ModelSource,
-    layout: Layout,
-    tokens: Tensor,
-    model: Any,
-    run: RunFolder,
-    *,
-    batch_size: int,
+    recipe: Recipe, dense: Dense, model: Any, tokens: Tensor, run: RunFolder, *, batch_size: int
 ) -> list[FfnStats]:
     """Count `tokens` `[sequences, sequence_length]` through `model`, and write the statistics to the run folder.
 
     Interrupted, it keeps what is counted in `stats.partial.safetensors`, and the same call goes on from there.
     Raises KvpruneError, naming layer and slot, where a coefficient is not finite.
     """
+    source, layout = dense.source, dense.layout
     names = [ffn.name for ffn in layout.ffns]
     meta = provenance(
         "stats",
@@ -51,7 +45,7 @@ def calibrate(
         layout={"ffns": names, "width": layout.width, "width_field": layout.width_field},
     )
     stats, done = _resume(run, meta, names, str(model.device)) or (empty(model, layout), 0)
-    batches = tokens[done:].split(batch_size)
+    batches = torch.split(tokens[done:], batch_size)
 
     def save() -> None:
         partial = {**meta, "done": int(stats[0].sequences)}
@@ -80,7 +74,12 @@ def calibrate(
 
 @torch.inference_mode()
 def count_batch(
-    model: Any, layout: Layout, stats: Sequence[FfnStats], batch: Tensor, skip_first: int, counters: Counters | None = None
+    model: Any,
+    layout: Layout,
+    stats: Sequence[FfnStats],
+    batch: Tensor,
+    skip_first: int,
+    counters: Counters | None = None,
 ) -> None:
     """Run `batch` `[sequences, tokens]` through the model without its head; add every FFN's coefficients to `stats`."""
 
@@ -127,16 +126,16 @@ def _gains(model: Any, layout: Layout) -> list[Tensor | None]:
     Found by watching which module is handed the very tensor that the FFN returned; its weight is what it does to
     a vector of mean 0 and mean square 1, so that "weight" and "1 + weight" need no telling apart.
     """
-    outputs: dict[int, int] = {}
+    outputs: dict[int, tuple[int, Tensor]] = {}  # the tensors are held, so that no other one gets their address
     norms: dict[int, nn.Module] = {}
     ffns = {model.get_submodule(ffn.name): index for index, ffn in enumerate(layout.ffns)}
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
-        outputs[output.data_ptr()] = ffns[module]
+        outputs[output.data_ptr()] = (ffns[module], output)
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].data_ptr() in outputs:
-            norms[outputs.pop(args[0].data_ptr())] = module
+            norms[outputs[args[0].data_ptr()][0]] = module
 
     handles = [module.register_forward_hook(after) for module in ffns]
     handles += [
@@ -157,7 +156,8 @@ def _gain(norm: nn.Module, hidden: int) -> Tensor:
     weight = next(norm.parameters())
     x = torch.ones(hidden, dtype=weight.dtype, device=weight.device)
     x[1::2] = -1
-    return ((norm(x) - norm(-x)) / 2 * x).float()
+    gain: Tensor = (norm(x) - norm(-x)) / 2 * x
+    return gain.float()
 
 
 def _resume(run: RunFolder, meta: dict[str, Any], names: list[str], device: str) -> tuple[list[FfnStats], int] | None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvprune.artifacts import cache_folder, library_versions, read_json, write_j
 from kvprune.errors import KvpruneError
 from kvprune.progress import log
 from kvprune.recipe import Evaluate
+from kvprune.sources.models import one_line
 
 BUILTIN_TASKS = Path(__file__).parents[1] / "data" / "tasks"
 PREFILL_TOKENS = 512
@@ -45,7 +47,7 @@ def task_manager(section: Evaluate) -> Any:
     unknown = [task for task in wanted if task not in manager.all_tasks]
     if unknown:
         raise KvpruneError(
-            f"evaluate.tasks: unknown: {', '.join(unknown)}; see the list of: lm-eval ls tasks, or set evaluate.include_path"
+            f"evaluate.tasks: unknown: {', '.join(unknown)}; list all with: lm-eval ls tasks; or set include_path"
         )
     return manager
 
@@ -54,40 +56,59 @@ def _lm_eval_name(task: str) -> str:
     return "kvprune_builtin" if task == "builtin" else task
 
 
-def evaluate_tasks(
-    section: Evaluate, model: Any, tokenizer: Any, manager: Any, folder: Path, *, batch_size: int, key: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """Evaluate `model` on every task of the recipe; metrics by task.
+@dataclass(frozen=True)
+class Judge:
+    """How models are judged: the recipe's section, and what lm-eval needs to follow it."""
 
-    Each task's full results and samples are written to `folder` as they are done; what is there with the same `key`
-    is not done again.
+    section: Evaluate
+    tokenizer: Any
+    manager: Any
+    batch_size: int
+
+
+def judge_dense(judge: Judge, model: Any, name: str, fingerprint: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Metrics by task of the dense model. Each task is done once for all runs: its results come from the cache."""
+    key = {"name": name, "model": fingerprint, **_running(model)}
+    identity = json.dumps([key, _settings(judge, "")], sort_keys=True)
+    cache = cache_folder() / "dense" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    metrics = {}
+    (folder / "dense").mkdir(parents=True, exist_ok=True)
+    for task in judge.section.tasks:
+        metrics[task] = _judge(judge, task, model, "dense", cache, key)
+        for file in (result_file(cache, task), samples_file(cache, task)):
+            shutil.copyfile(file, folder / "dense" / file.name)
+    return metrics
+
+
+def judge_slim(judge: Judge, model: Any, checkpoint: str, folder: Path) -> dict[str, Any]:
+    """Metrics by task of the slim model, whose `kvprune.json` has the digest `checkpoint`."""
+    key = {"checkpoint": checkpoint, **_running(model)}
+    return {task: _judge(judge, task, model, "slim", folder / "slim", key) for task in judge.section.tasks}
+
+
+def _running(model: Any) -> dict[str, str]:
+    return {"dtype": str(model.dtype), "device": model.device.type}
+
+
+def _judge(judge: Judge, task: str, model: Any, name: str, folder: Path, key: dict[str, Any]) -> dict[str, float]:
+    """Evaluate one task, or read its result where it was evaluated under the same `key` before. Returns its metrics.
+
+    Full results and samples are written to `folder` as soon as the task is done.
     """
-    return {task: evaluate_task(section, task, model, tokenizer, manager, folder, batch_size, key) for task in section.tasks}
-
-
-def evaluate_task(
-    section: Evaluate,
-    task: str,
-    model: Any,
-    tokenizer: Any,
-    manager: Any,
-    folder: Path,
-    batch_size: int,
-    key: dict[str, Any],
-) -> dict[str, float]:
-    """Evaluate one task, or read its result where it was evaluated under the same `key` before. Returns its metrics."""
     file = result_file(folder, task)
-    key = {**key, **task_key(section, task, batch_size)}
+    key = {**key, **_settings(judge, task)}
     if file.is_file() and (found := read_json(file))["key"] == key:
         return dict(found["metrics"])
+    log.info("evaluate: %s: %s …", name, task)
     started = time.monotonic()
-    output = _lm_eval(section, task, model, tokenizer, manager, batch_size)
+    output = _lm_eval(judge, task, model)
     samples = output.pop("samples")
-    metrics = _metrics(output, samples, tokenizer)
+    metrics = _metrics(output, samples, judge.tokenizer)
     lines = [json.dumps(row, ensure_ascii=False, default=str) for rows in samples.values() for row in rows]
-    write_text(file.with_suffix(".samples.jsonl"), "\n".join(lines) + "\n")
+    write_text(samples_file(folder, task), "\n".join(lines) + "\n")
     write_json(file, {"key": key, "metrics": metrics, "lm_eval": json.loads(json.dumps(output, default=str))})
-    log.info("evaluate: %s: %s in %.0f s", task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()), time.monotonic() - started)
+    figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+    log.info("evaluate: %s: %s: %s (%.0f s)", name, task, figures, time.monotonic() - started)
     return metrics
 
 
@@ -96,16 +117,21 @@ def result_file(folder: Path, task: str) -> Path:
     return folder / f"{task.replace('/', '_')}.json"
 
 
-def task_key(section: Evaluate, task: str, batch_size: int) -> dict[str, Any]:
+def samples_file(folder: Path, task: str) -> Path:
+    """Where a task's samples are, one JSON row each."""
+    return result_file(folder, task).with_suffix(".samples.jsonl")
+
+
+def _settings(judge: Judge, task: str) -> dict[str, Any]:
     """What a task's result depends on beside the model."""
-    versions = library_versions()
+    section, versions = judge.section, library_versions()
     return {
         "task": task,
         "limit": section.limit,
         "num_fewshot": section.num_fewshot,
         "max_length": section.max_length,
         "bootstrap_iters": section.bootstrap_iters,
-        "batch_size": batch_size,
+        "batch_size": judge.batch_size,
         "task_files": _folder_digest(section.include_path),
         "versions": {name: versions[name] for name in SEEN_BY_LM_EVAL},
         "python": platform.python_version() if task == "builtin" else None,  # the text is Python's own
@@ -121,30 +147,27 @@ def _folder_digest(folder: str | None) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def dense_folder(section: Evaluate, key: dict[str, Any], batch_size: int) -> Path:
-    """Where the dense model's results are cached for every run of the same settings: each task is evaluated once."""
-    identity = json.dumps([key, task_key(section, "", batch_size)], sort_keys=True)
-    return cache_folder() / "dense" / hashlib.sha256(identity.encode()).hexdigest()[:16]
-
-
-def _lm_eval(section: Evaluate, task: str, model: Any, tokenizer: Any, manager: Any, batch_size: int) -> dict[str, Any]:
+def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
+    section = judge.section
     with _quiet():
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=section.max_length)
+        wrapped = HFLM(
+            pretrained=model, tokenizer=judge.tokenizer, batch_size=judge.batch_size, max_length=section.max_length
+        )
         try:
             output = lm_eval.simple_evaluate(
                 model=wrapped,
                 tasks=[_lm_eval_name(task)],
-                task_manager=manager,
+                task_manager=judge.manager,
                 limit=section.limit,
                 num_fewshot=section.num_fewshot,
                 bootstrap_iters=section.bootstrap_iters,
                 log_samples=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise KvpruneError(f"evaluate.tasks: {task}: lm-eval failed: {' '.join(str(error).split())[:300]}") from error
+            raise KvpruneError(f"evaluate.tasks: {task}: lm-eval failed: {one_line(error)}") from error
     return dict(output)
 
 
@@ -216,11 +239,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def copy_results(cache: Path, folder: Path, tasks: list[str]) -> None:
-    """Copy the tasks' results and samples from the dense model's cache to a run's folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for task in tasks:
-        for file in (result_file(cache, task), result_file(cache, task).with_suffix(".samples.jsonl")):
-            shutil.copyfile(file, folder / file.name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvprune.artifacts import Plan, RunFolder, digest, fsync, provenance, write_json, write_text
 from kvprune.card import model_card
+from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import INDEX, Checkpoint, Cut, find_difference, open_checkpoint, write_cut_file
 from kvprune.ffn.layout import Layout
@@ -41,15 +42,13 @@ class Verified:
     note: str
 
 
-def make_cuts(layout: Layout, plan: Plan, names: dict[str, str]) -> dict[str, Cut]:
-    """What to cut, by name on disk. Raises KvpruneError where an FFN's tensor is not stored as one piece."""
+def make_cuts(dense: Dense, plan: Plan) -> dict[str, Cut]:
+    """What to cut, by name on disk."""
     cuts: dict[str, Cut] = {}
-    for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
+    for ffn, item in zip(dense.layout.ffns, plan.ffns, strict=True):
         slots = np.array(item.kept, dtype=np.int64)
         for name, axis in ffn.cuts().items():
-            if name not in names:
-                raise KvpruneError(f"{name}: stored under a form that transformers rearranges on load; cannot be cut")
-            cuts[names[name]] = Cut(axis, slots)
+            cuts[dense.names[name]] = Cut(axis, slots)
     return cuts
 
 
@@ -82,17 +81,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     return int(np.prod(checkpoint.tensors[name].shape))
 
 
-def export(
-    recipe: Recipe,
-    source: ModelSource,
-    layout: Layout,
-    checkpoint: Checkpoint,
-    names: dict[str, str],
-    plan: Plan,
-    run: RunFolder,
-    *,
-    trust_remote_code: bool = False,
-) -> Verified:
+def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified:
     """Write `model/` of the run folder: weights, config, tokenizer, card and `kvprune.json`.
 
     All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where the
@@ -100,15 +89,19 @@ def export(
     """
     check_room(run, plan.after.bytes)
     if run.model.exists() and not (run.model / "kvprune.json").is_file():
-        raise KvpruneError(f"{run.model}: exists and is not an export of kvprune; move it away or choose another run folder")
-    cuts = make_cuts(layout, plan, names)
+        raise KvpruneError(
+            f"{run.model}: exists and is not an export of kvprune; move it away or choose another run folder"
+        )
+    source, cuts = dense.source, make_cuts(dense, plan)
+    for left in run.path.glob(".model.*.tmp"):
+        shutil.rmtree(left)  # by an export that was killed
     part = run.path / f".model.{os.getpid()}.tmp"
     try:
         part.mkdir(parents=True)
-        write_weights(checkpoint, cuts, part)
-        _write_config(source, layout, plan, part)
-        _carry_over(source, part, trust_remote_code)
-        verified = verify(recipe, source, layout, checkpoint, cuts, plan, part, trust_remote_code)
+        write_weights(dense.checkpoint, cuts, part)
+        write_config(dense, plan, part)
+        carry_over(dense, part)
+        verified = verify(dense, plan, cuts, part)
         about = provenance(
             "checkpoint",
             public_recipe(recipe, source),
@@ -131,7 +124,9 @@ def check_room(run: RunFolder, needed: int) -> None:
     place = next(folder for folder in (run.path, *run.path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise KvpruneError(f"{run.path}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk")
+        raise KvpruneError(
+            f"{run.path}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk"
+        )
 
 
 def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
@@ -147,21 +142,24 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     return data
 
 
-def _write_config(source: ModelSource, layout: Layout, plan: Plan, target: Path) -> None:
-    config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-    config[layout.width_field] = plan.ffns[0].width
+def write_config(dense: Dense, plan: Plan, target: Path) -> None:
+    """Write config.json into `target`: the dense one with another width."""
+    config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
+    config[dense.layout.width_field] = plan.ffns[0].width
     write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def _carry_over(source: ModelSource, target: Path, trust_remote_code: bool) -> None:
-    patterns = CARRIED + (("*.py",) if trust_remote_code else ())
-    for item in sorted({path for pattern in patterns for path in source.folder.glob(pattern)}):
+def carry_over(dense: Dense, target: Path) -> None:
+    """Copy what goes along with the weights into `target`, and the card as BASE_README.md."""
+    folder = dense.source.folder
+    patterns = CARRIED + (("*.py",) if dense.trust_remote_code else ())
+    for item in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         if item.is_dir():
             shutil.copytree(item, target / item.name)
         elif item.suffix not in (".bin", ".pt", ".safetensors", ".gguf"):
             shutil.copyfile(item, target / item.name)
-    if (source.folder / "README.md").is_file():
-        shutil.copyfile(source.folder / "README.md", target / "BASE_README.md")
+    if (folder / "README.md").is_file():
+        shutil.copyfile(folder / "README.md", target / "BASE_README.md")
 
 
 def _move_into_place(part: Path, target: Path) -> None:
@@ -176,39 +174,32 @@ def _move_into_place(part: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def verify(
-    recipe: Recipe,
-    source: ModelSource,
-    layout: Layout,
-    checkpoint: Checkpoint,
-    cuts: dict[str, Cut],
-    plan: Plan,
-    folder: Path,
-    trust_remote_code: bool,
-) -> Verified:
+def verify(dense: Dense, plan: Plan, cuts: dict[str, Cut], folder: Path) -> Verified:
     """Prove that `folder` holds the planned model. Raises KvpruneError, and nothing is kept, where it does not."""
     slim = open_checkpoint(folder)
-    if (difference := find_difference(checkpoint, cuts, slim)) is not None:
+    if (difference := find_difference(dense.checkpoint, cuts, slim)) is not None:
         raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
     needed = 4 * plan.before.total_params + (LOGIT_TOKENS * 2**20)
     if needed > psutil.virtual_memory().available:
         note = f"not loaded: float32 weights need {needed:,} bytes of memory"
         log.warning("export: every tensor was compared with its slice, but the result was %s", note)
         return Verified(len(slim.tensors), "not tried", None, note)
-    dense = _masked_logits(source, layout, plan, trust_remote_code)
-    model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
+    expected = _masked_logits(dense, plan)
+    model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=dense.trust_remote_code)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {sorted(info[kind])[:3]}")
+            raise KvpruneError(
+                f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {sorted(info[kind])[:3]}"
+            )
     with torch.inference_mode():
         logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
-    difference_ = float((logits - dense).abs().max() / dense.abs().max())
-    if not difference_ <= LOGIT_TOLERANCE:
+    distance = float((logits - expected).abs().max() / expected.abs().max())
+    if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
-            f"export: the slim model's logits differ from the dense model's with the same slots masked by {difference_:.1e} "
-            f"of the largest, and {LOGIT_TOLERANCE:.0e} is allowed; its slots may not be separable"
+            f"export: the slim model's logits differ from the masked dense model's by {distance:.1e} of the largest, "
+            f"and  {LOGIT_TOLERANCE:.0e} is allowed; its slots may not be separable"
         )
-    return Verified(len(slim.tensors), f"stock AutoModelForCausalLM: {type(model).__name__}", difference_, "")
+    return Verified(len(slim.tensors), f"stock AutoModelForCausalLM: {type(model).__name__}", distance, "")
 
 
 def _probe_tokens(config: Any) -> Tensor:
@@ -216,10 +207,10 @@ def _probe_tokens(config: Any) -> Tensor:
     return torch.randint(0, config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
 
 
-def _masked_logits(source: ModelSource, layout: Layout, plan: Plan, trust_remote_code: bool) -> Tensor:
+def _masked_logits(dense: Dense, plan: Plan) -> Tensor:
     """The dense model's float32 logits with the coefficients of removed slots set to zero."""
-    model, _ = load_model(source.folder, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
-    mask_slots(model, layout, plan)
+    model = dense.load("float32", "cpu")
+    mask_slots(model, dense.layout, plan)
     with torch.inference_mode():
         logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
     return logits

@@ -5,45 +5,46 @@ import math
 import torch
 from torch import Tensor
 
-from kvprune.artifacts import FfnPlan, Plan, RunFolder, Size, digest, provenance
+from kvprune.artifacts import FfnPlan, Plan, Size, provenance
+from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
-from kvprune.ffn.checkpoint import Checkpoint
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.scores import SCORES, giants
 from kvprune.ffn.stats import FfnStats
 from kvprune.recipe import PlanSection, Recipe, stage_recipe
 
 
-def model_size(layout: Layout, checkpoint: Checkpoint, names: dict[str, str], width: int) -> Size:
+def model_size(dense: Dense, width: int) -> Size:
     """The size of the model with every FFN cut to `width`; at the full width, as it is.
 
-    `names` maps model parameters to names on disk. Bytes are those of the weight files; a slim file's header is never
+    Bytes are those of the weight files; a slim file's header is never
     longer than the dense one's, so they are an upper bound that is met to a few bytes.
     """
+    layout = dense.layout
     removed = layout.width - width
     per_slot = sum(ffn.params_per_slot for ffn in layout.ffns)
     return Size(
         slots=width * len(layout.ffns),
         ffn_params=sum(ffn.params_per_slot * width + ffn.hidden * ffn.value.bias for ffn in layout.ffns),
         total_params=layout.total_params - removed * per_slot,
-        bytes=checkpoint.bytes - removed * sum(_bytes_per_slot(ffn, checkpoint, names) for ffn in layout.ffns),
+        bytes=dense.checkpoint.bytes - removed * sum(_bytes_per_slot(ffn, dense) for ffn in layout.ffns),
     )
 
 
-def _bytes_per_slot(ffn: Ffn, checkpoint: Checkpoint, names: dict[str, str]) -> int:
-    entries = [checkpoint.tensors[names[name]] for name in ffn.cuts()]
+def _bytes_per_slot(ffn: Ffn, dense: Dense) -> int:
+    entries = [dense.checkpoint.tensors[dense.names[name]] for name in ffn.cuts()]
     return sum((entry.end - entry.start) // ffn.width for entry in entries)
 
 
-def choose_width(section: PlanSection, layout: Layout, checkpoint: Checkpoint, names: dict[str, str]) -> int:
+def choose_width(section: PlanSection, dense: Dense) -> int:
     """The width of every FFN that meets the budget: nearest for `keep`, at most for `params` and `bytes`.
 
     Raises KvpruneError, with what is possible, where no multiple of `round_to` does.
     """
-    budget, full = section.budget, layout.width
+    budget, full = section.budget, dense.layout.width
     rounded = [*range(section.round_to, full, section.round_to), full]  # nothing removed is always a width
     widths = [width for width in rounded if width >= min(section.floor, full)]
-    least = model_size(layout, checkpoint, names, widths[0])
+    least = model_size(dense, widths[0])
     if budget.keep is not None:
         wanted = budget.keep * full
         width = min([0, *rounded], key=lambda width: (abs(width - wanted), -width))  # a tie keeps more
@@ -55,16 +56,16 @@ def choose_width(section: PlanSection, layout: Layout, checkpoint: Checkpoint, n
     else:
         unit, ceiling = ("total_params", budget.params) if budget.params is not None else ("bytes", budget.bytes)
         assert ceiling is not None  # a budget has exactly one unit
-        fitting = [width for width in widths if getattr(model_size(layout, checkpoint, names, width), unit) <= ceiling]
+        fitting = [width for width in widths if getattr(model_size(dense, width), unit) <= ceiling]
         if not fitting:
             raise KvpruneError(
-                f"plan.budget: {ceiling:,} {unit.removeprefix('total_')} cannot be met: with round_to {section.round_to} "
-                f"and floor {section.floor} the smallest width is {widths[0]}, and the model then has "
+                f"plan.budget: {ceiling:,} {unit.removeprefix('total_')} cannot be met: with "
+                f"round_to {section.round_to} and floor {section.floor} the smallest width is {widths[0]}, and the model then has "
                 f"{least.total_params:,} params and {least.bytes:,} bytes"
             )
         width = max(fitting)
-    _check_protected(section, layout, width)
-    return width
+    _check_protected(section, dense.layout, width)
+    return int(width)
 
 
 def _check_protected(section: PlanSection, layout: Layout, width: int) -> None:
@@ -74,20 +75,15 @@ def _check_protected(section: PlanSection, layout: Layout, width: int) -> None:
         if slots and max(slots) >= layout.width:
             raise KvpruneError(f"plan.protect.{index}: slot {max(slots)} is out of range 0 to {layout.width - 1}")
         if len(set(slots)) > width:
-            raise KvpruneError(f"plan.protect.{index}: {len(set(slots))} slots are more than the width {width} of the plan")
+            raise KvpruneError(
+                f"plan.protect.{index}: {len(set(slots))} slots are more than the width {width} of the plan"
+            )
 
 
-def make_plan(
-    recipe: Recipe,
-    layout: Layout,
-    checkpoint: Checkpoint,
-    names: dict[str, str],
-    stats: list[FfnStats],
-    run: RunFolder,
-) -> Plan:
+def make_plan(recipe: Recipe, dense: Dense, stats: list[FfnStats], stats_digest: str) -> Plan:
     """Score the slots and keep the best of each FFN. Deterministic: ties go to the lower slot."""
-    section = recipe.plan
-    width = choose_width(section, layout, checkpoint, names)
+    section, layout = recipe.plan, dense.layout
+    width = choose_width(section, dense)
     score = SCORES[section.score]
     ffns = []
     for index, (ffn, item) in enumerate(zip(layout.ffns, stats, strict=True)):
@@ -96,12 +92,12 @@ def make_plan(
         guarded = sorted(guarded[: width - len(protected)])
         kept = best_slots(score(item, section, index), width, [*protected, *guarded])
         ffns.append(FfnPlan(ffn.name, ffn.width, kept, guarded, protected))
-    before = model_size(layout, checkpoint, names, layout.width)
+    before = model_size(dense, layout.width)
     return Plan(
-        provenance=provenance("plan", stage_recipe(recipe, "plan"), {"stats": digest(run.stats)}),
+        provenance=provenance("plan", stage_recipe(recipe, "plan"), {"stats": stats_digest}),
         budget=section.budget.model_dump(exclude_none=True),
         before=before,
-        after=model_size(layout, checkpoint, names, width),
+        after=model_size(dense, width),
         ffns=ffns,
     )
 

@@ -1,9 +1,9 @@
 """The builtin evaluation text: `pydoc_data.topics`, paragraphs deduplicated, in documents of about 1,000 tokens."""
 
+from pydoc_data.topics import topics
 from typing import Any
 
 from datasets import Dataset
-from pydoc_data.topics import topics
 
 DOCUMENT_CHARACTERS = 4_000
 DOCUMENTS = 16  # with SmolLM2's tokenizer at most 16k tokens
