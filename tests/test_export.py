@@ -232,3 +232,15 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in open_checkpoint(run.model).tensors
     assert tiny_model(tiny_config("llama-bias-tied")).lm_head.weight.shape == model.lm_head.weight.shape
+
+
+def test_names_without_the_models_prefix_are_found(tmp_path: Path) -> None:
+    """The Hub's gpt2 is stored as the base model: `h.0.…` where the causal model says `transformer.h.0.…`."""
+    dense = tmp_path / "dense"
+    save_model(dense, "gpt2")
+    AutoModelForCausalLM.from_pretrained(dense).transformer.save_pretrained(dense)
+    assert "h.0.mlp.c_fc.weight" in open_checkpoint(dense).tensors
+    run = exported(tmp_path, dense)
+    assert open_checkpoint(run.model).tensors["h.0.mlp.c_fc.weight"].shape == (32, 96)
+    about = json.loads((run.model / "kvprune.json").read_text())
+    assert about["verified"]["logit_difference"] < 1e-4

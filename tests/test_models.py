@@ -401,8 +401,9 @@ def test_config_tokenizer_and_model_load_as_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
 def test_a_quantised_model_is_refused(tmp_path: Path, method: str) -> None:
     source = changed_config(tmp_path / "dense", quantization_config={"quant_method": method, "bits": 4})
-    expected = f"its weights are quantised \\({method}\\); name the checkpoint that it was quantised from"
-    with pytest.raises(KvpruneError, match=f"^model: dense: {expected}$"):
+    with pytest.raises(
+        KvpruneError, match=rf"^model: dense: its weights are quantised \({method}\); name the checkpoint"
+    ):
         load_config(source)
 
 

@@ -241,7 +241,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
 def test_another_kind_of_file_is_refused_with_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     line = refused(tmp_path / "a.parquet")
-    assert "should be builtin, a .txt or .jsonl file, a folder of .txt files or a datasets id" in line
+    assert "should be builtin, a .txt or .jsonl file, a folder of .txt files" in line
     (tmp_path / "a.jsonl").mkdir()
     assert refused(tmp_path / "a.jsonl") == f"calibrate.text: {tmp_path / 'a.jsonl'}: no such file or folder"
 

@@ -59,8 +59,8 @@ def choose_width(section: PlanSection, dense: Dense) -> int:
         fitting = [width for width in widths if getattr(model_size(dense, width), unit) <= ceiling]
         if not fitting:
             raise KvpruneError(
-                f"plan.budget: {ceiling:,} {unit.removeprefix('total_')} cannot be met: with "
-                f"round_to {section.round_to} and floor {section.floor} the smallest width is {widths[0]}, and the model then has "
+                f"plan.budget: {ceiling:,} {unit.removeprefix('total_')} cannot be met: round_to {section.round_to}, "
+                f"floor {section.floor} allow no width below {widths[0]}, and the model then has "
                 f"{least.total_params:,} params and {least.bytes:,} bytes"
             )
         width = max(fitting)
