@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -38,7 +39,10 @@ def _quantity(units: dict[str, int], example: str) -> BeforeValidator:
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if found is None or found[2].upper() not in units:
             raise ValueError(f"should be a number or a text like {example!r}")
-        return math.floor(float(found[1]) * units[found[2].upper()])
+        size = float(found[1]) * units[found[2].upper()]
+        if math.isinf(size):
+            raise ValueError("should be a size that a model can have")
+        return math.floor(size)
 
     return BeforeValidator(parse)
 
@@ -194,7 +198,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""
-        raise KvpruneError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise KvpruneError(f"{where}{line}: not valid YAML: {problem}") from None
     except (RecursionError, ValueError, TypeError) as error:
         raise KvpruneError(f"{where}: not valid YAML: {error}") from None
 
@@ -316,7 +321,8 @@ def _complete(recipe: Recipe) -> Recipe:
 def _absolute(name: str) -> str:
     """A path that exists, made absolute, so that a run can be continued from any folder; else `name` as it is."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if not name.startswith("builtin") and path.exists() else name
+    known = name == "builtin" or name.startswith("builtin:")
+    return str(path.resolve()) if not known and os.path.exists(path) else name  # noqa: PTH110  (no error for a long name)
 
 
 def _problem(item: dict[str, Any]) -> str:
@@ -330,7 +336,8 @@ def _problem(item: dict[str, Any]) -> str:
         return f"{path}: unknown key.{hint} Allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{path}: missing, and it has no default"
-    message = item["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    message = item["msg"].removeprefix("Value error, ")
+    message = re.sub(r" or (instance|object) .*", "", re.sub(r"^(Input|String) should", "should", message))
     if kind == "value_error" and isinstance(got, dict):
         return f"{path}: {message}"
     return f"{path}: {message}, got {got!r}"

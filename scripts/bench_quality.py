@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file), counted on WikiText-2 validation (32,768 tokens in
 sequences of 512), keep 0.8 in every layer, round_to 1; perplexity on the first 12 x 1,024 tokens of WikiText-2 test,
-no BOS, 1,023 predictions a window, bfloat16. Removed slots are masked, which equals the slim checkpoint (the tests hold that).
+no BOS, 1,023 predictions a window, bfloat16. Removed slots are masked: tests hold that slim is the same.
 """
 
 import argparse

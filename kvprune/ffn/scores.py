@@ -36,7 +36,7 @@ def wanda(stats: FfnStats) -> Tensor:
 def fluctuation(stats: FfnStats) -> Tensor:
     """Var(a) · ‖v‖². FLAP, An et al. 2024 (arXiv:2312.11983); the variance is the unbiased one."""
     n = stats.tokens.double()
-    variance = (stats.total_square - stats.total.square() / n) / (n - 1).clamp(min=1)
+    variance = (stats.total_square - stats.total.square() / n.clamp(min=1)) / (n - 1).clamp(min=1)
     return variance.clamp(min=0) * stats.value_norm.double().square()
 
 

@@ -29,7 +29,7 @@ HUB_FILES = [
     "NOTICE*",
     "USE_POLICY*",
 ]
-DTYPES = ("float32", "bfloat16", "float16")
+HUB_IGNORED = ["*/*", "consolidated*"]  # other copies of the same weights
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
     """
     if name.startswith("builtin:"):
         source = _gguf(name, _builtin_file(name), "SmolLM2-135M-Instruct")
-    elif Path(name).is_dir():
+    elif os.path.isdir(name):  # noqa: PTH112  (no error for a name longer than any path)
         source = ModelSource(name, Path(name), Path(name).resolve().name, None, "", _local_fingerprint(Path(name)))
-    elif Path(name).is_file():
+    elif os.path.isfile(name):  # noqa: PTH113
         source = _gguf(name, Path(name), Path(name).name)
     elif name.startswith((".", "/", "~")) or name.endswith(".gguf") or HUB_NAME.fullmatch(name) is None:
         raise KvpruneError(f"model: {name}: no such file or folder, and not a Hub name like org/name[@revision]")
@@ -79,11 +79,12 @@ def fingerprint(name: str, commit: str | None) -> dict[str, Any]:
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
     """The model's transformers config. Raises KvpruneError where it is broken, unknown or needs remote code."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise KvpruneError(f"model: {source.title}: config.json does not load: {one_line(error)}") from None
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config.get("quant_method", "unknown")
@@ -206,7 +207,7 @@ def _dequantise(file: Path, folder: Path) -> None:
         for item in part.iterdir():
             fsync(item)
         os.replace(part, folder)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:
         raise KvpruneError(f"model: {file.name}: transformers cannot load this GGUF file: {one_line(error)}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -227,7 +228,7 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
+        HTTPError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -240,7 +241,7 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
     patterns = HUB_FILES + (["*.py"] if trust_remote_code else [])
     try:
         folder = Path(
-            snapshot_download(repo, revision=commit or revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+            snapshot_download(repo, revision=commit or revision, allow_patterns=patterns, ignore_patterns=HUB_IGNORED)
         )
     except GatedRepoError:
         raise KvpruneError(
@@ -248,7 +249,7 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
         ) from None
     except RevisionNotFoundError:
         raise KvpruneError(
-            f"model: {repo} has no revision {revision}; see https://huggingface.co/{repo}/commits"
+            f"model: {repo} has no revision {commit or revision}; see https://huggingface.co/{repo}/commits"
         ) from None
     except RepositoryNotFoundError:
         raise KvpruneError(
@@ -259,7 +260,7 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
             f"model: {repo} is not in the local cache and the Hub cannot be reached; "
             "check the name, the network and HF_HUB_OFFLINE"
         ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise KvpruneError(f"model: {repo} cannot be downloaded: {one_line(error)}") from None
     if not any(folder.glob("*.safetensors")):
         raise KvpruneError(f"model: {repo} has no safetensors weights; kvprune never reads pickled ones (.bin, .pt)")

@@ -7,6 +7,7 @@ start with BOS where the tokenizer adds one. Sequences are drawn, in a seeded or
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,7 +48,9 @@ def text_fingerprint(source: TextSource) -> dict[str, Any]:
     """Size and time of a local text's files: tells without tokenising that a text has changed. Empty for others."""
     path = Path(source.source)
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files if file.is_file()}
+    base = path if path.is_dir() else path.parent
+    found = [file for file in files if file.is_file()]
+    return {str(file.relative_to(base)): [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in found}
 
 
 def pack(texts: Iterable[str], tokenizer: Any, length: int, most: int) -> list[list[int]]:
@@ -99,7 +102,8 @@ def check_text(source: TextSource) -> None:
         )
     if kind in ("builtin", "txt") and source.field is not None:
         raise KvpruneError(f"calibrate.text.field: {source.source} has no fields; remove it")
-    if (kind == "jsonl" and not path.is_file()) or (kind == "txt" and not path.exists()):
+    there = os.path.isfile(path) if kind == "jsonl" else os.path.exists(path)  # noqa: PTH110, PTH113
+    if kind in ("jsonl", "txt") and not there:
         raise KvpruneError(f"calibrate.text: {path}: no such file or folder")
 
 
@@ -126,7 +130,7 @@ def _kind(source: TextSource) -> str:
         return "builtin"
     if path.suffix in (".jsonl", ".txt"):
         return path.suffix[1:]
-    if path.exists() or source.source.startswith((".", "/", "~")):
+    if os.path.exists(path) or source.source.startswith((".", "/", "~")):  # noqa: PTH110
         if not path.is_dir():
             raise KvpruneError(
                 f"calibrate.text: {path}: should be builtin, a .txt or .jsonl file, a folder of .txt files, "
@@ -159,11 +163,15 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise KvpruneError(f"calibrate.text: {path} row {number}: not valid JSON: {error}") from None
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
             has = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
             raise KvpruneError(f"calibrate.text.field: {path} row {number}: no text in field {field!r}; it has: {has}")
+        try:
+            row[field].encode("utf-8")
+        except UnicodeEncodeError:
+            raise KvpruneError(f"calibrate.text: {path} row {number}: half of a surrogate pair, not text") from None
         yield row[field]
 
 
