@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from dataclasses import asdict
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 for an error of ours, 2 for usage, 130 when interrupted."""
     arguments = parser().parse_args(argv)
     _set_up_output(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     try:
         data, text = _command(arguments)
     except KvpruneError as error:

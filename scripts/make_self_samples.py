@@ -15,6 +15,7 @@ from kvprune.sources.models import BUILTIN, load_model, load_tokenizer, open_mod
 from kvprune.sources.texts import BUILTIN_TEXT, pack
 
 SEQUENCE = 512
+BATCH = 44
 
 
 @torch.inference_mode()
@@ -28,8 +29,6 @@ def sample(model: torch.nn.Module, start: int, count: int, length: int, seed: in
         cache = out.past_key_values
         chances = out.logits[:, -1].float().softmax(-1)
         tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
-        if step % 64 == 0:
-            print(f"step {step} of {length}", flush=True)
     return tokens[:, 1:]
 
 
@@ -45,15 +44,16 @@ def main() -> None:
     model, _ = load_model(source.folder, dtype="auto", device="cpu")
     start = tokenizer.convert_tokens_to_ids(arguments.start)
     ends = {start, tokenizer.eos_token_id}
-    rows = arguments.tokens * 5 // 4 // SEQUENCE  # some end early
-    documents = []
-    for row in sample(model, start, rows, SEQUENCE, arguments.seed).tolist():
-        cut = next((at for at, token in enumerate(row) if token in ends), len(row))
-        documents.append(tokenizer.decode(row[:cut], skip_special_tokens=True))
-    documents = [text for text in documents if text.strip()]
-    packed = pack(documents, tokenizer, SEQUENCE, 10**9)
-    print(f"{len(documents)} documents, {len(packed) * SEQUENCE} tokens in full sequences of {SEQUENCE}")
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in documents]
+    documents: list[str] = []
+    packed: list[list[int]] = []
+    while len(packed) * SEQUENCE < arguments.tokens:
+        seed = arguments.seed + len(documents)
+        for row in sample(model, start, BATCH, SEQUENCE, seed).tolist():
+            cut = next((at for at, token in enumerate(row) if token in ends), len(row))
+            documents.append(tokenizer.decode(row[:cut], skip_special_tokens=True))
+        packed = pack(documents, tokenizer, SEQUENCE, 10**9)
+        print(f"{len(documents)} documents, {len(packed) * SEQUENCE} tokens in full sequences", flush=True)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in documents if text.strip()]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_text(arguments.output, "\n".join(lines) + "\n")
 
