@@ -1,11 +1,13 @@
 """The shelves of a run folder: how artifacts are written, read, digested and described."""
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from kvprune.errors import KvpruneError
 if TYPE_CHECKING:
     import torch
 
+FORMAT_VERSION = 1
 LIBRARIES = ("kvprune", "torch", "transformers", "datasets", "lm_eval", "safetensors")
 
 
@@ -113,7 +116,7 @@ def provenance(artifact: str, recipe: dict[str, Any], inputs: dict[str, Any], **
     """What an artifact says of itself: format, versions, the recipe values it rests on and its inputs' digests."""
     return {
         "format": f"kvprune.{artifact}",
-        "version": 1,
+        "version": FORMAT_VERSION,
         "made_with": {"python": platform.python_version(), **library_versions()},
         "recipe": recipe,
         "inputs": inputs,
@@ -137,6 +140,20 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+@contextmanager
+def locked(run: RunFolder) -> Iterator[None]:
+    """Make the run folder and keep other kvprunes from writing to it. Raises KvpruneError where one does already."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run.path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise KvpruneError(f"{run.path}: another kvprune is at work in this run folder; wait for it") from None
+    finally:
+        os.close(descriptor)
 
 
 def fsync(path: Path) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import yaml
 
 
-def load_command(folder: str) -> str:
+def load_command(folder: str, trust_remote_code: bool = False) -> str:
     """The Python lines that load a checkpoint folder with stock transformers."""
+    trust = ", trust_remote_code=True" if trust_remote_code else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{folder}")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}"{trust})\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
     )
 
@@ -58,15 +59,19 @@ Verified at export: {verified["tensors"]} tensors equal the expected slices bit 
 
 ## Load
 
-Stock transformers loads it, without remote code:
+{_loader(about["trust_remote_code"])}:
 
 ```python
-{load_command("this-folder")}
+{load_command("this-folder", about["trust_remote_code"])}
 ```
 
 `kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.
 {"The base model's card is BASE_README.md." if base.is_file() else ""}
 """
+
+
+def _loader(trust_remote_code: bool) -> str:
+    return "It needs its own code" if trust_remote_code else "Stock transformers loads it, without remote code"
 
 
 def _base_fields(base: Path) -> dict[str, Any]:
@@ -78,5 +83,5 @@ def _base_fields(base: Path) -> dict[str, Any]:
         fields = yaml.safe_load(text[4:].partition("\n---")[0])
     except yaml.YAMLError:
         return {}
-    wanted = ("license", "license_name", "license_link", "language", "base_model", "pipeline_tag")
+    wanted = ("license", "license_name", "license_link", "language", "pipeline_tag")
     return {key: fields[key] for key in wanted if key in fields} if isinstance(fields, dict) else {}

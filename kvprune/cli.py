@@ -1,19 +1,24 @@
 """The command line: a thin skin over `kvprune.pipeline`. Nothing heavy is imported before a command runs."""
 
 import argparse
+import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
+import threading
 import warnings
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from kvprune import __version__
 from kvprune.errors import KvpruneError
 
 log = logging.getLogger("kvprune")
+DEFAULT_BATCH = 8
 
 EXAMPLES = {
     "run": "kvprune run recipes/quickstart.yaml -o runs/quickstart --set plan.budget.keep=0.7",
@@ -47,11 +52,12 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--batch-size",
         type=_positive,
-        default=8,
+        default=DEFAULT_BATCH,
         metavar="N",
         help="sequences at once (default: 8); lower it when memory runs out",
     )
-    where.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    trust = argparse.ArgumentParser(add_help=False)
+    trust.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     change = argparse.ArgumentParser(add_help=False)
     change.add_argument(
         "--set",
@@ -75,16 +81,16 @@ def parser() -> argparse.ArgumentParser:
         )  # fmt: skip
 
     for name in ("run", "calibrate"):
-        made = verb(name, where, change)
+        made = verb(name, where, trust, change)
         made.add_argument(
             "recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune"
         )
         made.add_argument(
             "-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there"
         )
-    planning = verb("plan", where, change)
+    planning = verb("plan", trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
-    for made in (planning, verb("export", where), verb("evaluate", where, change), verb("show")):
+    for made in (planning, verb("export", trust), verb("evaluate", where, trust, change), verb("show")):
         made.add_argument("folder", metavar="RUN", help="a run folder")
     return top
 
@@ -100,9 +106,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 for an error of ours, 2 for usage, 130 when interrupted."""
     arguments = parser().parse_args(argv)
     _set_up_output(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     try:
-        data, text = _command(arguments)
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries and task files print is no result
+            data, text = _command(arguments)
     except KvpruneError as error:
         if arguments.debug:
             raise
@@ -119,8 +127,17 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    print(json.dumps(data, ensure_ascii=False) if arguments.json else text)
+    print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else text)
     return 0
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes null."""
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _set_up_output(arguments: argparse.Namespace) -> None:
@@ -139,6 +156,11 @@ def _set_up_output(arguments: argparse.Namespace) -> None:
 
 def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     """Do what was asked; the result as data and as text."""
+    from kvprune.recipe import load_recipe
+
+    # A bad recipe is told before torch is imported.
+    recipe = load_recipe(arguments.recipe, arguments.set) if arguments.verb in ("run", "calibrate") else None
+
     from transformers.utils import logging as transformers_logging
 
     from kvprune import pipeline
@@ -151,13 +173,19 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     if arguments.verb == "show":
         about = pipeline.show(arguments.folder)
         return about, render(about)
-    options = pipeline.Options(arguments.device, arguments.batch_size, arguments.trust_remote_code)
+    options = pipeline.Options(
+        getattr(arguments, "device", "auto"),
+        getattr(arguments, "batch_size", DEFAULT_BATCH),
+        arguments.trust_remote_code,
+    )
     match arguments.verb:
         case "run":
-            results = pipeline.run(arguments.recipe, arguments.output, overrides=arguments.set, options=options)
-            return results, _results_text(results)
+            assert recipe is not None
+            results = pipeline.run(recipe, arguments.output, options=options)
+            return results, _results_text(results, arguments.output)
         case "calibrate":
-            stats = pipeline.calibrate(arguments.recipe, arguments.output, overrides=arguments.set, options=options)
+            assert recipe is not None
+            stats = pipeline.calibrate(recipe, arguments.output, options=options)
             return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
         case "plan":
             made = pipeline.plan(arguments.folder, overrides=arguments.set, dry_run=arguments.dry_run, options=options)
@@ -167,7 +195,7 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
             return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
         case _:
             results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
-            return results, _results_text(results)
+            return results, _results_text(results, arguments.folder)
 
 
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
@@ -182,12 +210,12 @@ def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
     )
 
 
-def _results_text(results: dict[str, Any]) -> str:
+def _results_text(results: dict[str, Any], run: str) -> str:
     from kvprune.card import load_command
     from kvprune.results.table import results_table
 
     note = f" (dense is {results['model']['note']})" if results["model"]["note"] else ""
-    load = "\n".join(f"  {line}" for line in load_command(results["load"]).splitlines())
+    load = "\n".join(f"  {line}" for line in load_command(str(Path(run) / "model")).splitlines())
     return f"{results['model']['title']}{note}\n\n{results_table(results)}\n\nload it with:\n{load}"
 
 

@@ -21,15 +21,26 @@ class Dense:
     trust_remote_code: bool
 
     def load(self, dtype: str, device: str) -> Any:
-        """Load the model itself."""
-        model, _ = load_model(
+        """Load the model itself. Raises KvpruneError where its weight files do not hold all of it."""
+        return self.load_with_report(dtype, device)[0]
+
+    def load_with_report(self, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
+        """Load the model, with transformers' report of the keys."""
+        model, info = load_model(
             self.source.folder,
             dtype=dtype,
             device=device,
             title=self.source.title,
             trust_remote_code=self.trust_remote_code,
         )
-        return model
+        for kind in ("missing_keys", "mismatched_keys"):
+            if info[kind]:
+                first = sorted(map(str, info[kind]))[0]
+                raise KvpruneError(
+                    f"{self.source.title}: its weight files have {kind.replace('_', ' ')}, {first} first; the model "
+                    "would be part random: download it again"
+                )
+        return model, info
 
 
 def open_dense(name: str, *, commit: str | None = None, trust_remote_code: bool = False) -> Dense:

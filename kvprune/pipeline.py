@@ -8,6 +8,7 @@ from kvprune.artifacts import (
     Plan,
     RunFolder,
     digest,
+    locked,
     provenance,
     read_json,
     read_meta,
@@ -23,7 +24,8 @@ from kvprune.ffn.stats import read_stats
 from kvprune.progress import log
 from kvprune.recipe import Recipe, dump_recipe, load_recipe, stage_recipe
 from kvprune.results.show import describe
-from kvprune.sources.models import load_model, load_tokenizer, pick_device
+from kvprune.sources.models import fingerprint, load_model, load_tokenizer, pick_device
+from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import check_text, sequences
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
@@ -31,16 +33,18 @@ from kvprune.stages import export as exporting
 from kvprune.stages import plan as planning
 from kvprune.staleness import STAGES, stage_states
 
-DEFAULT_BATCH = 8
-
 
 @dataclass(frozen=True)
 class Options:
     """Where and how a run runs. What changes the result is in the recipe."""
 
     device: str = "auto"
-    batch_size: int = DEFAULT_BATCH
+    batch_size: int = 8
     trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise KvpruneError(f"batch_size should be 1 or more, got {self.batch_size}")
 
 
 DEFAULT = Options()
@@ -56,10 +60,11 @@ def run(
     recipe, place = _begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
     dense = _open(recipe, place, options)
-    _calibrate(recipe, place, dense, options)
-    _plan(recipe, place, dense)
-    _export(recipe, place, dense)
-    return _evaluate(recipe, place, dense, options)
+    with locked(place):
+        _calibrate(recipe, place, dense, options)
+        _plan(recipe, place, dense)
+        _export(recipe, place, dense)
+        return _evaluate(recipe, place, dense, options)
 
 
 def calibrate(
@@ -67,7 +72,9 @@ def calibrate(
 ) -> Path:
     """Count how the slots of a recipe's model fire, into a run folder. Returns the path of the statistics."""
     recipe, place = _begin(recipe, folder, overrides)
-    _calibrate(recipe, place, _open(recipe, place, options), options)
+    dense = _open(recipe, place, options)
+    with locked(place):
+        _calibrate(recipe, place, dense, options)
     return place.stats
 
 
@@ -78,14 +85,19 @@ def plan(
     recipe, place = _continue(folder, overrides, "plan")
     _need(place, recipe, "plan")
     dense = _open(recipe, place, options)
-    return _make_plan(recipe, place, dense) if dry_run else _plan(recipe, place, dense)
+    if dry_run:
+        return _make_plan(recipe, place, dense)
+    with locked(place):
+        return _plan(recipe, place, dense)
 
 
 def export(folder: str | Path, *, options: Options = DEFAULT) -> Path:
     """Write and verify the slim checkpoint of a planned run. Returns its folder."""
     recipe, place = _continue(folder, None, "export")
     _need(place, recipe, "export")
-    _export(recipe, place, _open(recipe, place, options))
+    dense = _open(recipe, place, options)
+    with locked(place):
+        _export(recipe, place, dense)
     return place.model
 
 
@@ -93,7 +105,9 @@ def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options:
     """Judge dense and slim of an exported run. Returns the results."""
     recipe, place = _continue(folder, overrides, "evaluate")
     _need(place, recipe, "evaluate")
-    return _evaluate(recipe, place, _open(recipe, place, options), options)
+    dense = _open(recipe, place, options)
+    with locked(place):
+        return _evaluate(recipe, place, dense, options)
 
 
 def show(folder: str | Path) -> dict[str, Any]:
@@ -165,9 +179,12 @@ def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
     width = planning.choose_width(recipe.plan, dense)
     size = planning.model_size(dense, width)
-    exporting.check_room(place, size.bytes)
+    if stage_states(place, recipe)["export"].status != "current":
+        exporting.check_room(place, size.bytes)
     layout = dense.layout
     log.info("%s: %d FFNs, width %d -> %d", dense.source.title, len(layout.ffns), layout.width, width)
+    if width == layout.width and recipe.plan.budget.keep != 1:
+        log.warning("plan: the budget removes nothing with round_to %d; lower round_to", recipe.plan.round_to)
     log.info("parameters %s -> %s", f"{layout.total_params:,}", f"{size.total_params:,}")
     return dense
 
@@ -235,22 +252,26 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
     checkpoint = digest(place.model / "kvprune.json")
+    tasks: dict[str, Any] = {}
+    # One model at a time while judging; both only for the speeds, which are measured in turn.
     models = {"dense": _load(dense, recipe, options)}
     device = str(models["dense"].device)
-    models["slim"], _ = load_model(
-        place.model, dtype=recipe.dtype, device=device, trust_remote_code=options.trust_remote_code
+    tasks["dense"] = evaluating.judge_dense(
+        judge, models.pop("dense"), recipe.model, dense.source.fingerprint, place.eval
     )
-    tasks = {
-        "dense": evaluating.judge_dense(judge, models["dense"], recipe.model, dense.source.fingerprint, place.eval),
-        "slim": evaluating.judge_slim(judge, models["slim"], checkpoint, place.eval),
-    }
-    speeds = evaluating.prefill_speeds(models, dense.config.vocab_size)
+    slim, _ = load_model(place.model, dtype=recipe.dtype, device=device, trust_remote_code=options.trust_remote_code)
+    tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
+    speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)
     plan = read_plan(place.plan)
+    inputs = {
+        "checkpoint": checkpoint,
+        "weights": fingerprint(str(place.model), None),
+        "tasks": task_fingerprint(recipe.evaluate),
+    }
     sizes = {"dense": (plan.before, dense.checkpoint), "slim": (plan.after, open_checkpoint(place.model))}
     results = {
-        "provenance": provenance("results", stage_recipe(recipe, "evaluate"), {"checkpoint": checkpoint}),
+        "provenance": provenance("results", stage_recipe(recipe, "evaluate"), inputs),
         "model": {"title": dense.source.title, "note": dense.source.note},
-        "load": str(place.model),
     } | {
         name: {
             "params": size.total_params,

@@ -154,7 +154,7 @@ class Evaluate(BaseModel):
     """How dense and slim are judged."""
 
     model_config = SECTION
-    tasks: list[Annotated[str, Field(min_length=1)]] = ["builtin"]
+    tasks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = ["builtin"]
     limit: Annotated[int, Field(ge=1)] | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     max_length: Annotated[int, Field(ge=2)] | None = None

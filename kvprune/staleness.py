@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvprune.artifacts import RunFolder, digest, read_json, read_meta
+from kvprune.artifacts import FORMAT_VERSION, RunFolder, digest, read_json, read_meta
+from kvprune.errors import KvpruneError
 from kvprune.recipe import Recipe, stage_recipe
 from kvprune.sources.models import fingerprint
+from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import text_fingerprint
 
 STAGES = ("calibrate", "plan", "export", "evaluate")
@@ -42,9 +44,14 @@ def _state(stage: str, run: RunFolder, recipe: Recipe, upstream: StageState | No
         return StageState(stage, "missing")
     found = read_meta(path) if stage == "calibrate" else read_json(path)
     about = found.get("provenance", found)
+    if about.get("version") != FORMAT_VERSION or "inputs" not in about:
+        return StageState(stage, "stale", f"{path.name} was made by another version of kvprune")
     now = stage_recipe(recipe, stage)
     then = about["recipe"] if stage != "export" else {}
-    reason = first_change(then, now) or _input_change(stage, run, recipe, about)
+    try:
+        reason = first_change(then, now) or _input_change(stage, run, recipe, about)
+    except KvpruneError as error:  # the model or text is not on this machine: that is no error of a run folder
+        reason = str(error)
     if not reason and upstream is not None:
         reason = f"{upstream.stage} is {upstream.status}"
     return StageState(stage, "stale" if reason else "current", reason)
@@ -62,16 +69,37 @@ def first_change(then: Any, now: Any, path: str = "") -> str:
 
 
 def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, Any]) -> str:
+    """What changed among a stage's inputs since it was done, or "". Each stage has its own."""
     inputs = about["inputs"]
-    if stage == "calibrate":
-        if inputs["model"] != fingerprint(recipe.model, about["model"]["commit"]):
-            return f"the files of model {recipe.model} have changed"
-        if inputs["text"] != text_fingerprint(recipe.calibrate.text):
-            return f"the text {recipe.calibrate.text.source} has changed"
-        return ""
-    name, path = {
-        "plan": ("stats", run.stats),
-        "export": ("plan", run.plan),
-        "evaluate": ("checkpoint", run.model / "kvprune.json"),
-    }[stage]
-    return "" if path.is_file() and inputs[name] == digest(path) else f"{path.name} is another than it was made from"
+    match stage:
+        case "calibrate":
+            text = recipe.calibrate.text
+            model = fingerprint(recipe.model, about["model"]["commit"])
+            return (f"the files of model {recipe.model} have changed" if inputs["model"] != model else "") or (
+                f"the text {text.source} has changed" if inputs["text"] != text_fingerprint(text) else ""
+            )
+        case "plan":
+            return _other(run.stats, inputs["stats"])
+        case "export":
+            return _other(run.plan, inputs["plan"]) or next(
+                (
+                    f"model/{name} is missing or has changed"
+                    for name, size in about["files"].items()
+                    if _size(run.model / name) != size
+                ),
+                "",
+            )
+        case _:
+            weights = (
+                "the files in model/ have changed" if inputs["weights"] != fingerprint(str(run.model), None) else ""
+            )
+            tasks = first_change(inputs["tasks"], task_fingerprint(recipe.evaluate), "tasks")
+            return _other(run.model / "kvprune.json", inputs["checkpoint"]) or weights or tasks
+
+
+def _other(path: Path, then: str) -> str:
+    return "" if path.is_file() and digest(path) == then else f"{path.name} is another than it was made from"
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

@@ -24,7 +24,7 @@ def sample(model: torch.nn.Module, start: int, count: int, length: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.full((count, 1), start)
     cache = None
-    for step in range(length):
+    for _ in range(length):
         out = model(tokens[:, -1:], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         chances = out.logits[:, -1].float().softmax(-1)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvprune.ffn.stats import BINS, LOWEST_EXPONENT, PEAK_BINS, FfnStats, add, empty_stats
 
 CHUNK_ELEMENTS = 2**18  # tokens x slots counted at once: what stays in a core's cache
+ACCELERATOR_CHUNK_ELEMENTS = 2**26  # there, few large steps are better
 LANES = 16
 SMALLEST_RMS = 1e-18  # below it squares underflow in float32, and the token is silent
 
@@ -35,7 +36,7 @@ class Scratch:
 
 def make_scratch(width: int, dtype: torch.dtype, device: torch.device) -> Scratch:
     """Buffers to count coefficients of `dtype` of FFNs of this width; reusable, and empty between calls."""
-    rows = max(1, CHUNK_ELEMENTS // width)
+    rows = max(1, (CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS) // width)
 
     def buffer(kind: torch.dtype) -> Tensor:
         return torch.empty(rows, width, dtype=kind, device=device)
@@ -138,6 +139,7 @@ def _count_exponents(stats: FfnStats, c: Tensor, scratch: Scratch) -> None:
     """Histogram of floor(log2(c / rms(c))), read from the exponent bits of the float32 ratio."""
     rms = torch.linalg.vector_norm(c, dim=1, keepdim=True).div_(stats.width**0.5)
     ratio = torch.div(c, rms.masked_fill_(rms < SMALLEST_RMS, torch.inf), out=scratch.ratio[: c.shape[0]])
+    ratio.abs_()  # a NaN may have a sign, and no bin is below the first
     bits = ratio.clamp_(min=2.0 ** (LOWEST_EXPONENT - 1)).view(torch.int32)  # the silent bin is the exponent below
     bins = bits.bitwise_right_shift_(23).add_(scratch.slot_bins)
     size = stats.histogram.numel()

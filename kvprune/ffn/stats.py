@@ -5,6 +5,7 @@ is taken relative to the root mean square of all contributions of that FFN on th
 that ratio picks a bin. Counts are integers and sums are float64, so statistics of parts add up to those of the whole.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -77,8 +78,8 @@ def add(stats: FfnStats, more: FfnStats) -> FfnStats:
 
 def fire_rate(stats: FfnStats, threshold: float) -> Tensor:
     """Share of counted tokens on which each slot fires, float64 `[slots]`: its ratio is at least `threshold` (2^k)."""
-    first = torch.log2(torch.tensor(threshold)).int().item() - LOWEST_EXPONENT + 1
-    return stats.histogram[:, int(first) :].sum(1).double() / stats.tokens.clamp(min=1)
+    first = int(math.log2(threshold)) - LOWEST_EXPONENT + 1
+    return stats.histogram[:, first:].sum(1).double() / stats.tokens.clamp(min=1)
 
 
 def first_bad_slot(stats: FfnStats) -> int | None:

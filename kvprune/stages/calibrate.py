@@ -17,14 +17,13 @@ from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats, empty_stats, first_bad_slot, from_tensors, to_tensors
 from kvprune.progress import log, progress
 from kvprune.recipe import Recipe, stage_recipe
+from kvprune.sources.models import is_out_of_memory, out_of_memory
 from kvprune.sources.texts import text_fingerprint, token_digest
 
 SECONDS_BETWEEN_SAVES = 60.0
 
 
-def calibrate(
-    recipe: Recipe, dense: Dense, model: Any, tokens: Tensor, run: RunFolder, *, batch_size: int
-) -> list[FfnStats]:
+def calibrate(recipe: Recipe, dense: Dense, model: Any, tokens: Tensor, run: RunFolder, *, batch_size: int) -> None:
     """Count `tokens` `[sequences, sequence_length]` through `model`, and write the statistics to the run folder.
 
     Interrupted, it keeps what is counted in `stats.partial.safetensors`, and the same call goes on from there.
@@ -45,9 +44,10 @@ def calibrate(
         layout={"ffns": names, "width": layout.width, "width_field": layout.width_field},
     )
     stats, done = _resume(run, meta, names, str(model.device)) or (empty(model, layout), 0)
-    batches = torch.split(tokens[done:], batch_size)
+    batches = torch.split(tokens[done:], batch_size) if done < len(tokens) else ()
 
     def save() -> None:
+        _refuse_not_finite(layout, stats)
         partial = {**meta, "done": int(stats[0].sequences)}
         write_tensors(run.partial_stats, to_tensors(stats, names), partial)
 
@@ -61,15 +61,25 @@ def calibrate(
     ):
         for batch in bar:
             with tick():
-                count_batch(model, layout, stats, batch, recipe.calibrate.skip_first, counters)
+                try:
+                    count_batch(model, layout, stats, batch, recipe.calibrate.skip_first, counters)
+                except (RuntimeError, MemoryError) as error:
+                    if is_out_of_memory(error):
+                        raise out_of_memory(batch_size, "calibrate.sequence_length") from None
+                    raise
+                if int(stats[0].sequences) <= batch_size:  # the first batch shows most of what can go wrong
+                    _refuse_not_finite(layout, stats)
+    _refuse_not_finite(layout, stats)
+    write_tensors(run.stats, to_tensors(stats, names), meta)
+    run.partial_stats.unlink(missing_ok=True)
+
+
+def _refuse_not_finite(layout: Layout, stats: Sequence[FfnStats]) -> None:
     for ffn, item in zip(layout.ffns, stats, strict=True):
         if (slot := first_bad_slot(item)) is not None:
             raise KvpruneError(
                 f"{ffn.name}: slot {slot} has NaN or infinite coefficients; check the weights, or try dtype: float32"
             )
-    write_tensors(run.stats, to_tensors(stats, names), meta)
-    run.partial_stats.unlink(missing_ok=True)
-    return from_tensors(to_tensors(stats, names), names)
 
 
 @torch.inference_mode()
@@ -189,13 +199,21 @@ def _saved_when_stopped(save: Callable[[], None]) -> Iterator[Callable[[], Any]]
         if stopped:
             raise KeyboardInterrupt
 
+    def stop(number: int, _: Any) -> None:
+        if stopped:  # a second one does not wait
+            raise KeyboardInterrupt
+        stopped.append(number)
+
     signals = (signal.SIGINT, signal.SIGTERM)
     try:
-        former = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in signals}
+        former = {number: signal.signal(number, stop) for number in signals}
     except ValueError:  # not in the main thread: signals are not ours to take
         former = {}
     try:
         yield tick
+        if stopped:
+            save()
+            raise KeyboardInterrupt
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import math
-import platform
 import shutil
 import statistics
 import sys
@@ -18,22 +17,21 @@ from typing import Any
 
 import torch
 
-from kvprune.artifacts import cache_folder, library_versions, read_json, write_json, write_text
+from kvprune.artifacts import cache_folder, read_json, write_json, write_text
 from kvprune.errors import KvpruneError
 from kvprune.progress import log
 from kvprune.recipe import Evaluate
-from kvprune.sources.models import one_line
+from kvprune.sources.models import is_out_of_memory, one_line, out_of_memory
+from kvprune.sources.tasks import BUILTIN_FOLDER, task_fingerprint
 
-BUILTIN_TASKS = Path(__file__).parents[1] / "data" / "tasks"
 PREFILL_TOKENS = 512
 PREFILL_ROUNDS = 7
-SEEN_BY_LM_EVAL = ("torch", "transformers", "datasets", "lm_eval")
 
 
 def task_manager(section: Evaluate) -> Any:
     """lm-eval's index of tasks, with the recipe's own. Raises KvpruneError for a task that it does not have."""
     wanted = [_lm_eval_name(task) for task in section.tasks]
-    paths = [str(BUILTIN_TASKS)]
+    paths = [str(BUILTIN_FOLDER)]
     if section.include_path is not None:
         if not Path(section.include_path).is_dir():
             raise KvpruneError(f"evaluate.include_path: {section.include_path}: no such folder")
@@ -103,7 +101,7 @@ def _judge(judge: Judge, task: str, model: Any, name: str, folder: Path, key: di
     started = time.monotonic()
     output = _lm_eval(judge, task, model)
     samples = output.pop("samples")
-    metrics = _metrics(output, samples, judge.tokenizer)
+    metrics = _metrics(output, samples, judge.tokenizer, _lm_eval_name(task))
     lines = [json.dumps(row, ensure_ascii=False, default=str) for rows in samples.values() for row in rows]
     write_text(samples_file(folder, task), "\n".join(lines) + "\n")
     write_json(file, {"key": key, "metrics": metrics, "lm_eval": json.loads(json.dumps(output, default=str))})
@@ -124,7 +122,7 @@ def samples_file(folder: Path, task: str) -> Path:
 
 def _settings(judge: Judge, task: str) -> dict[str, Any]:
     """What a task's result depends on beside the model."""
-    section, versions = judge.section, library_versions()
+    section = judge.section
     return {
         "task": task,
         "limit": section.limit,
@@ -132,19 +130,8 @@ def _settings(judge: Judge, task: str) -> dict[str, Any]:
         "max_length": section.max_length,
         "bootstrap_iters": section.bootstrap_iters,
         "batch_size": judge.batch_size,
-        "task_files": _folder_digest(section.include_path),
-        "versions": {name: versions[name] for name in SEEN_BY_LM_EVAL},
-        "python": platform.python_version() if task == "builtin" else None,  # the text is Python's own
+        "tasks": task_fingerprint(section.model_copy(update={"tasks": [task]})),
     }
-
-
-def _folder_digest(folder: str | None) -> str | None:
-    """Names, sizes and times of a folder's files: local task files and the data beside them."""
-    if folder is None:
-        return None
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    text = "\n".join(f"{path.relative_to(folder)} {(s := path.stat()).st_size} {s.st_mtime_ns}" for path in files)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
@@ -166,24 +153,30 @@ def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
                 bootstrap_iters=section.bootstrap_iters,
                 log_samples=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(judge.batch_size, "evaluate.max_length") from None
             raise KvpruneError(f"evaluate.tasks: {task}: lm-eval failed: {one_line(error)}") from error
     return dict(output)
 
 
-def _metrics(output: dict[str, Any], samples: dict[str, Any], tokenizer: Any) -> dict[str, float]:
-    """lm-eval's own metrics of the task (or of the group's mean), and for a perplexity task the one per token."""
-    names = output.get("groups") or output["results"]
-    found = next(iter(names.values()))
-    metrics = {
+def _metrics(output: dict[str, Any], samples: dict[str, Any], tokenizer: Any, name: str) -> dict[str, float]:
+    """lm-eval's own metrics of the task, of a group's mean, or of every task of a tag; and a perplexity per token."""
+    results = {**output["results"], **output.get("groups", {})}
+    if name not in results:  # a tag: tasks side by side, without a mean
+        return {f"{task} {metric}": value for task in results for metric, value in _own(results[task]).items()}
+    metrics = _own(results[name])
+    if "word_perplexity" in metrics and len(samples) == 1:
+        metrics = {"token_perplexity": _token_perplexity(next(iter(samples.values())), tokenizer), **metrics}
+    return metrics
+
+
+def _own(found: dict[str, Any]) -> dict[str, float]:
+    return {
         name.removesuffix(",none"): value
         for name, value in found.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and "_stderr" not in name and "," in name
     }
-    rows = [row for rows in samples.values() for row in rows]
-    if "word_perplexity" in metrics and rows:
-        metrics = {"token_perplexity": _token_perplexity(rows, tokenizer), **metrics}
-    return metrics
 
 
 def _token_perplexity(rows: list[dict[str, Any]], tokenizer: Any) -> float:
@@ -194,17 +187,20 @@ def _token_perplexity(rows: list[dict[str, Any]], tokenizer: Any) -> float:
     return math.exp(-total / tokens)
 
 
-def prefill_speeds(models: dict[str, Any], vocabulary: int) -> dict[str, float]:
-    """Tokens per second of one forward over PREFILL_TOKENS tokens, the models in turn; the median of each."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (1, PREFILL_TOKENS), generator=generator)
+def prefill_speeds(models: dict[str, Any], config: Any) -> dict[str, float]:
+    """Tokens per second of one forward over PREFILL_TOKENS tokens, or the model's context where that is shorter.
+
+    The models run in turn; the median of each.
+    """
+    count = min(PREFILL_TOKENS, getattr(config, "max_position_embeddings", None) or PREFILL_TOKENS)
+    tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(PREFILL_ROUNDS + 1):
         for name, model in models.items():
             taken = _prefill(model, tokens)
             if turn:  # the first warms up
                 seconds[name].append(taken)
-    return {name: PREFILL_TOKENS / statistics.median(times) for name, times in seconds.items()}
+    return {name: count / statistics.median(times) for name, times in seconds.items()}
 
 
 @torch.inference_mode()

@@ -1,9 +1,10 @@
 """Export: write the slim checkpoint, and prove that it is what the plan says and that stock transformers loads it."""
 
 import json
+import math
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,30 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from kvprune.artifacts import Plan, RunFolder, digest, fsync, provenance, write_json, write_text
+from kvprune.artifacts import Plan, RunFolder, digest, fsync, provenance, read_json, write_json, write_text
 from kvprune.card import model_card
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
-from kvprune.ffn.checkpoint import INDEX, Checkpoint, Cut, find_difference, open_checkpoint, write_cut_file
-from kvprune.ffn.layout import Layout
+from kvprune.ffn.checkpoint import (
+    INDEX,
+    Checkpoint,
+    Cut,
+    cut_shape,
+    find_difference,
+    model_names,
+    open_checkpoint,
+    write_cut_file,
+)
+from kvprune.ffn.layout import Layout, meta_model
 from kvprune.progress import log, progress
 from kvprune.recipe import Recipe
-from kvprune.sources.models import ModelSource, load_model
+from kvprune.sources.models import ModelSource, load_config, load_model, load_tokenizer
 
 # What goes along with the weights. Everything else stays: above all, other copies of the dense weights.
 CARRIED = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
-    "chat_template.*", "additional_chat_templates", "generation_config.json", "*processor_config.json",
-    "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
+    "tokenizer*", "*.model", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "*.tiktoken", "chat_template.*", "additional_chat_templates", "generation_config.json",
+    "*processor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 LOGIT_TOKENS = 64
 LOGIT_TOLERANCE = 1e-4  # of the largest logit, in float32
@@ -61,24 +71,23 @@ def write_weights(checkpoint: Checkpoint, cuts: dict[str, Cut], target: Path) ->
         write_cut_file(checkpoint.folder / file, entries, cuts, target / file)
         fsync(target / file)
     if checkpoint.index is not None:
-        written = open_weights(target, checkpoint)
-        index = {**checkpoint.index, "metadata": dict(checkpoint.index.get("metadata") or {})}
-        index["metadata"]["total_size"] = sum(entry.end - entry.start for entry in written.tensors.values())
-        if "total_parameters" in index["metadata"]:
-            removed = sum(_numel(checkpoint, name) - _numel(written, name) for name in cuts)
-            index["metadata"]["total_parameters"] -= removed
-        write_text(target / INDEX, json.dumps(index, indent=2) + "\n")
+        write_text(target / INDEX, json.dumps(_cut_index(checkpoint, cuts), indent=2) + "\n")
 
 
-def open_weights(folder: Path, like: Checkpoint) -> Checkpoint:
-    """Open the weights in `folder`, whose index is that of `like` and may not be written yet."""
-    if like.index is not None and not (folder / INDEX).exists():
-        write_text(folder / INDEX, json.dumps(like.index))
-    return open_checkpoint(folder)
-
-
-def _numel(checkpoint: Checkpoint, name: str) -> int:
-    return int(np.prod(checkpoint.tensors[name].shape))
+def _cut_index(checkpoint: Checkpoint, cuts: dict[str, Cut]) -> dict[str, Any]:
+    """The index of shards, with the sizes that it may tell of made those of the cut tensors."""
+    entries = [(entry, cut_shape(entry, cuts[name])) for name, entry in checkpoint.tensors.items() if name in cuts]
+    elements = {entry.name: math.prod(entry.shape) - math.prod(shape) for entry, shape in entries}
+    removed = {
+        "total_parameters": sum(elements.values()),
+        "total_size": sum(elements[entry.name] * entry.itemsize for entry, _ in entries),
+    }
+    index = {**(checkpoint.index or {})}
+    index["metadata"] = {
+        key: value - removed.get(key, 0) if key in removed else value
+        for key, value in (index.get("metadata") or {}).items()
+    }
+    return index
 
 
 def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified:
@@ -88,13 +97,9 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified
     disk is too small, where `model/` is not kvprune's own, or where the result is not exactly what it should be.
     """
     check_room(run, plan.after.bytes)
-    if run.model.exists() and not (run.model / "kvprune.json").is_file():
-        raise KvpruneError(
-            f"{run.model}: exists and is not an export of kvprune; move it away or choose another run folder"
-        )
+    _clean_up(run)
+    _check_replaceable(run.model)
     source, cuts = dense.source, make_cuts(dense, plan)
-    for left in run.path.glob(".model.*.tmp"):
-        shutil.rmtree(left)  # by an export that was killed
     part = run.path / f".model.{os.getpid()}.tmp"
     try:
         part.mkdir(parents=True)
@@ -110,6 +115,8 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified
             budget={"requested": plan.budget, "before": asdict(plan.before), "after": asdict(plan.after)},
             ffns=[asdict(item) for item in plan.ffns],
             verified=asdict(verified),
+            files={item.name: item.stat().st_size for item in sorted(part.iterdir())},
+            trust_remote_code=dense.trust_remote_code,
         )
         write_json(part / "kvprune.json", about)
         write_text(part / "README.md", model_card(about, part))
@@ -117,6 +124,29 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return verified
+
+
+def _clean_up(run: RunFolder) -> None:
+    """Mend what a killed export left: half a checkpoint goes, a whole one that was being replaced comes back."""
+    for left in run.path.glob(".model.*.old"):
+        if run.model.exists():
+            shutil.rmtree(left)
+        else:
+            left.rename(run.model)
+    for left in run.path.glob(".model.*.tmp"):
+        shutil.rmtree(left)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace a folder that is not an export of kvprune, or in which the user keeps something."""
+    if not folder.exists():
+        return
+    about = folder / "kvprune.json"
+    own = {"kvprune.json", "README.md", *read_json(about).get("files", {})} if about.is_file() else set()
+    foreign = sorted(item.name for item in folder.iterdir() if item.name not in own)
+    if not own or foreign:
+        what = f"holds {foreign[0]}, which is" if own else "is"
+        raise KvpruneError(f"{folder}: {what} not an export of kvprune; move it away or choose another run folder")
 
 
 def check_room(run: RunFolder, needed: int) -> None:
@@ -179,27 +209,42 @@ def verify(dense: Dense, plan: Plan, cuts: dict[str, Cut], folder: Path) -> Veri
     slim = open_checkpoint(folder)
     if (difference := find_difference(dense.checkpoint, cuts, slim)) is not None:
         raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
+    load_tokenizer(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
+    _check_shapes(dense, slim, folder)
     needed = 4 * plan.before.total_params + (LOGIT_TOKENS * 2**20)
     if needed > psutil.virtual_memory().available:
-        note = f"not loaded: float32 weights need {needed:,} bytes of memory"
-        log.warning("export: every tensor was compared with its slice, but the result was %s", note)
-        return Verified(len(slim.tensors), "not tried", None, note)
-    expected = _masked_logits(dense, plan)
+        note = f"not run: float32 weights need {needed:,} bytes of memory"
+        log.warning("export: every tensor and shape was compared, but the result was %s", note)
+        return Verified(len(slim.tensors), f"names and shapes of {dense.config.model_type}", None, note)
+    expected, known = _masked_logits(dense, plan)
     model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=dense.trust_remote_code)
+    info["unexpected_keys"] = set(info["unexpected_keys"]) - known  # what the dense one holds too, and is ignored there
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            raise KvpruneError(
-                f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {sorted(info[kind])[:3]}"
-            )
+            first = sorted(map(str, info[kind]))[:3]
+            raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {first}")
     with torch.inference_mode():
         logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
     distance = float((logits - expected).abs().max() / expected.abs().max())
     if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
             f"export: the slim model's logits differ from the masked dense model's by {distance:.1e} of the largest, "
-            f"and  {LOGIT_TOLERANCE:.0e} is allowed; its slots may not be separable"
+            f"and {LOGIT_TOLERANCE:.0e} is allowed; its slots may not be separable"
         )
-    return Verified(len(slim.tensors), f"stock AutoModelForCausalLM: {type(model).__name__}", distance, "")
+    return Verified(len(slim.tensors), f"AutoModelForCausalLM as {type(model).__name__}", distance, "")
+
+
+def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path) -> None:
+    """The slim config builds a model whose parameters have the names and shapes of the slim weight files."""
+    config = load_config(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
+    model = meta_model(config, trust_remote_code=dense.trust_remote_code)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    names = model_names(slim, model)
+    wrong = [
+        name for name, disk in names.items() if shapes.get(name, slim.tensors[disk].shape) != slim.tensors[disk].shape
+    ]
+    if wrong or names != dense.names:
+        raise KvpruneError(f"export: the slim config and weights do not fit each other: {(wrong or ['names'])[0]}")
 
 
 def _probe_tokens(config: Any) -> Tensor:
@@ -207,13 +252,13 @@ def _probe_tokens(config: Any) -> Tensor:
     return torch.randint(0, config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
 
 
-def _masked_logits(dense: Dense, plan: Plan) -> Tensor:
-    """The dense model's float32 logits with the coefficients of removed slots set to zero."""
-    model = dense.load("float32", "cpu")
+def _masked_logits(dense: Dense, plan: Plan) -> tuple[Tensor, set[str]]:
+    """The dense model's float32 logits with the coefficients of removed slots set to zero, and keys that it ignores."""
+    model, info = dense.load_with_report("float32", "cpu")
     mask_slots(model, dense.layout, plan)
     with torch.inference_mode():
         logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
-    return logits
+    return logits, set(info["unexpected_keys"])
 
 
 def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:

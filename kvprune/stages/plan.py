@@ -54,12 +54,13 @@ def choose_width(section: PlanSection, dense: Dense) -> int:
                 f"round_to {section.round_to} and floor {section.floor} allow is {widths[0]}; raise keep or lower them"
             )
     else:
-        unit, ceiling = ("total_params", budget.params) if budget.params is not None else ("bytes", budget.bytes)
+        key, ceiling = ("params", budget.params) if budget.params is not None else ("bytes", budget.bytes)
         assert ceiling is not None  # a budget has exactly one unit
+        unit = {"params": "total_params", "bytes": "bytes"}[key]
         fitting = [width for width in widths if getattr(model_size(dense, width), unit) <= ceiling]
         if not fitting:
             raise KvpruneError(
-                f"plan.budget: {ceiling:,} {unit.removeprefix('total_')} cannot be met: round_to {section.round_to}, "
+                f"plan.budget.{key}: {ceiling:,} cannot be met: round_to {section.round_to} and "
                 f"floor {section.floor} allow no width below {widths[0]}, and the model then has "
                 f"{least.total_params:,} params and {least.bytes:,} bytes"
             )
