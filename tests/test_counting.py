@@ -8,7 +8,18 @@ from torch import Tensor
 
 from kvprune.ffn.counting import CHUNK_ELEMENTS, count, make_counters
 from kvprune.ffn.layout import find_layout
-from kvprune.ffn.stats import ADDED, BINS, PEAK_BINS, FfnStats, add, empty_stats, fire_rate, from_tensors, to_tensors
+from kvprune.ffn.stats import (
+    ADDED,
+    BINS,
+    PEAK_BINS,
+    FfnStats,
+    add,
+    empty_stats,
+    fire_rate,
+    first_bad_slot,
+    from_tensors,
+    to_tensors,
+)
 from kvprune.stages.calibrate import count_batch, empty
 from tests.conftest import SHAPES, tiny_config, tiny_model
 
@@ -99,14 +110,32 @@ def test_statistics_of_parts_add_up_to_those_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 5, 8])
-def test_the_batch_size_and_the_threads_change_no_bit(batch: int) -> None:
-    a = coefficients(8)
-    whole = counted(a)
-    split = empty_stats(*norms())
-    with make_counters(SLOTS, a.dtype, a.device) as counters:
-        for part in torch.split(a, batch):
-            count(split, part, 1, counters)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_batch_size_and_the_threads_change_no_bit(batch: int, threads: int) -> None:
+    tokens = 2 * CHUNK_ELEMENTS // SLOTS  # enough that torch itself would share a step among threads
+    a = coefficients(8, tokens)
+    former = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = counted(a)
+        torch.set_num_threads(threads)
+        split = empty_stats(*norms())
+        with make_counters(SLOTS, a.dtype, a.device) as counters:
+            assert counters.threads == threads
+            for part in torch.split(a, batch):
+                count(split, part, 1, counters)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(former)
     assert_equal(whole, split)
+
+
+@pytest.mark.parametrize("slot", [0, 3, 5, SLOTS - 1])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_found_in_its_slot(slot: int, value: float) -> None:
+    a = coefficients()
+    a[2, 9, slot] = value
+    assert first_bad_slot(counted(a)) == slot
 
 
 def test_chunks_longer_than_the_buffers_are_counted_whole() -> None:

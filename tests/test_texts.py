@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
 from kvprune.recipe import Calibrate, TextSource, make_recipe
 from kvprune.sources import texts
-from kvprune.sources.texts import POOL, check_text, documents, pack, sequences, text_fingerprint, token_digest
+from kvprune.sources.texts import (
+    BUILTIN_TEXT,
+    POOL,
+    check_text,
+    documents,
+    pack,
+    sequences,
+    text_fingerprint,
+    token_digest,
+)
 from tests.conftest import tiny_tokenizer, words
-from tests.test_models import Hub, hub_environment, run_python, serve
+from tests.hub import Hub, hub_environment, run_python, serve
 
 BOS, EOS = 256, 257
 READ = """
@@ -55,9 +65,9 @@ def refused(source: Path | str, **text: str) -> str:
 
 
 def stream(tokenizer: Any, parts: list[str]) -> list[int]:
-    """Documents as the tokenizer has them, joined by EOS."""
+    """Documents as the tokenizer has them, joined by EOS; empty ones are none."""
     ids: list[int] = []
-    for at, part in enumerate(parts):
+    for at, part in enumerate(part for part in parts if part.strip()):
         ids += [EOS] * (at > 0) + tokenizer(part, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -347,5 +357,5 @@ def test_a_fingerprint_changes_with_a_file_and_names_every_file(tmp_path: Path) 
         assert second != first, name
         first = second
     assert len(first) == 3
-    assert text_fingerprint(TextSource(source="builtin")) == {}
+    assert text_fingerprint(TextSource(source="builtin")) == {"builtin": digest(BUILTIN_TEXT)}
     assert text_fingerprint(TextSource(source="org/text")) == {}

@@ -138,15 +138,19 @@ def _clean_up(run: RunFolder) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that is not an export of kvprune, or in which the user keeps something."""
+    """Refuse to replace a folder that is not an export of kvprune, or in which the user keeps or changed something."""
     if not folder.exists():
         return
     about = folder / "kvprune.json"
-    own = {"kvprune.json", "README.md", *read_json(about).get("files", {})} if about.is_file() else set()
-    foreign = sorted(item.name for item in folder.iterdir() if item.name not in own)
-    if not own or foreign:
-        what = f"holds {foreign[0]}, which is" if own else "is"
-        raise KvpruneError(f"{folder}: {what} not an export of kvprune; move it away or choose another run folder")
+    way_out = "move it away or choose another run folder"
+    if not about.is_file():
+        raise KvpruneError(f"{folder}: exists and is not an export of kvprune; {way_out}")
+    sizes = {"kvprune.json": None, "README.md": None, **read_json(about).get("files", {})}
+    for item in sorted(folder.iterdir()):
+        if item.name not in sizes:
+            raise KvpruneError(f"{folder}: holds {item.name}, which is not of the export; {way_out}")
+        if item.name.endswith(".safetensors") and item.stat().st_size != sizes[item.name]:
+            raise KvpruneError(f"{folder}: holds {item.name}, which has changed since the export; {way_out}")
 
 
 def check_room(run: RunFolder, needed: int) -> None:
