@@ -40,6 +40,10 @@ class RunFolder:
         return self.path / "stats.partial.safetensors"
 
     @property
+    def samples(self) -> Path:
+        return self.path / "self_samples.json"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 

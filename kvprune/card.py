@@ -48,7 +48,7 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
 # {model["title"]}, slimmed with kvprune
 
 {origin}{note} with {plan["allocation"]} FFN widths {widths}, slots chosen by the score `{plan["score"]}` on
-{recipe["calibrate"]["tokens"]:,} tokens of `{recipe["calibrate"]["text"]["source"]}`. Nothing was trained.
+{recipe["calibrate"]["tokens"]:,} tokens of {_texts(recipe["calibrate"]["text"])}. Nothing was trained.
 
 | | dense | slim | kept |
 |---|---:|---:|---:|
@@ -68,6 +68,12 @@ Verified at export: {verified["tensors"]} tensors equal the expected slices bit 
 `kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.
 {"The base model's card is BASE_README.md." if base.is_file() else ""}
 """
+
+
+def _texts(sources: list[dict[str, Any]]) -> str:
+    if len(sources) == 1:
+        return f"`{sources[0]['source']}`"
+    return " and ".join(f"`{source['source']}` (weight {source['weight']:g})" for source in sources)
 
 
 def _loader(trust_remote_code: bool) -> str:

@@ -119,6 +119,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
         return 130
+    except OSError as error:  # a full disk, a folder that cannot be written
+        if arguments.debug:
+            raise
+        print(f"error: {error.filename or arguments.verb}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if arguments.debug:
             raise

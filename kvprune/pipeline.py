@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvprune import preflight
 from kvprune.artifacts import (
     Plan,
     RunFolder,
@@ -25,8 +26,9 @@ from kvprune.progress import log
 from kvprune.recipe import Recipe, dump_recipe, load_recipe, stage_recipe
 from kvprune.results.show import describe
 from kvprune.sources.models import fingerprint, load_model, load_tokenizer, pick_device
+from kvprune.sources.samples import self_samples
 from kvprune.sources.tasks import task_fingerprint
-from kvprune.sources.texts import check_text, sequences
+from kvprune.sources.texts import check_text, self_share, sequences
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.stages import export as exporting
@@ -174,18 +176,19 @@ def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
 def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     """Open the model, and check all that can be checked before minutes are spent."""
     pick_device(options.device)
-    check_text(recipe.calibrate.text)
+    for source in recipe.calibrate.text:
+        check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
     dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
     width = planning.choose_width(recipe.plan, dense)
-    size = planning.model_size(dense, width)
-    if stage_states(place, recipe)["export"].status != "current":
-        exporting.check_room(place, size.bytes)
-    layout = dense.layout
-    log.info("%s: %d FFNs, width %d -> %d", dense.source.title, len(layout.ffns), layout.width, width)
-    if width == layout.width and recipe.plan.budget.keep != 1:
-        log.warning("plan: the budget removes nothing with round_to %d; lower round_to", recipe.plan.round_to)
-    log.info("parameters %s -> %s", f"{layout.total_params:,}", f"{size.total_params:,}")
+    before, after = (planning.model_size(dense, slots) for slots in (dense.layout.width, width))
+    states = stage_states(place, recipe)
+    if states["plan"].status != "current":
+        preflight.tell_budget(recipe, dense, before, after)
+    if states["export"].status != "current":
+        preflight.check_disk(place.path, after.bytes)
+    if states["calibrate"].status != "current":
+        preflight.check_memory(recipe, dense, pick_device(options.device), options.batch_size)
     return dense
 
 
@@ -198,10 +201,25 @@ def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options)
         _save_recipe(place, recipe)
         return
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
-    tokens = sequences(recipe.calibrate, tokenizer)
+    section, model, samples = recipe.calibrate, None, None
+    if count := self_share(section):
+        _save_recipe(place, recipe)
+        model = _load(dense, recipe, options)
+        about = {"model": dense.source.fingerprint, "dtype": str(model.dtype), "device": model.device.type}
+        samples = self_samples(
+            model,
+            tokenizer,
+            count=count,
+            length=section.sequence_length,
+            seed=section.seed,
+            about=about,
+            file=place.samples,
+        )
+    tokens = sequences(section, tokenizer, samples)
     _check_tokens(tokens, dense.config)
     _save_recipe(place, recipe)
-    model = _load(dense, recipe, options)
+    model = model or _load(dense, recipe, options)
+    preflight.tell_time(dense, model, tokens, section.skip_first)
     calibrating.calibrate(recipe, dense, model, tokens, place, batch_size=options.batch_size)
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -55,17 +55,20 @@ class TextSource(BaseModel):
     config: str | None = None
     split: str | None = None
     field: str | None = None
+    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of the tokens, relative to the other sources
 
 
 def _text(value: object) -> object:
-    return {"source": value} if isinstance(value, str) else value
+    """One source, or a list of them; a name alone is a source."""
+    items = value if isinstance(value, list) else [value]
+    return [{"source": item} if isinstance(item, str) else item for item in items]
 
 
 class Calibrate(BaseModel):
     """Which tokens are counted."""
 
     model_config = SECTION
-    text: Annotated[TextSource, BeforeValidator(_text)] = TextSource(source="builtin")
+    text: Annotated[list[TextSource], Field(min_length=1), BeforeValidator(_text)] = [TextSource(source="builtin")]
     tokens: Annotated[int, Field(ge=1)] = 16384
     sequence_length: Annotated[int, Field(ge=2)] = 512
     skip_first: Annotated[int, Field(ge=0)] = 1
@@ -160,6 +163,15 @@ class Evaluate(BaseModel):
     max_length: Annotated[int, Field(ge=2)] | None = None
     bootstrap_iters: Annotated[int, Field(ge=0)] = 0
     include_path: str | None = None
+    apply_chat_template: bool = False
+    system_instruction: Annotated[str, Field(min_length=1)] | None = None
+
+    @field_validator("system_instruction")
+    @classmethod
+    def _in_a_chat(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("apply_chat_template", True):
+            raise ValueError("is part of a chat: set apply_chat_template: true")
+        return value
 
 
 class Recipe(BaseModel):
@@ -232,6 +244,11 @@ def make_recipe(data: dict[str, Any], where: str = "recipe") -> Recipe:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         problems = sorted({_problem(dict(item)) for item in error.errors()})
+        section = data.get("calibrate")
+        if not (
+            isinstance(section, dict) and isinstance(section.get("text"), list)
+        ):  # one source was not written as a list
+            problems = [problem.replace("calibrate.text.0", "calibrate.text") for problem in problems]
         raise KvpruneError("\n".join(f"{where}: {problem}" for problem in problems)) from None
     return _complete(recipe)
 
@@ -305,7 +322,7 @@ def _complete(recipe: Recipe) -> Recipe:
     if plan.guard is None:
         values["guard"] = plan.score == "fire_rate"  # energy scores see a giant by themselves
     calibrate, evaluate = recipe.calibrate, recipe.evaluate
-    text = calibrate.text.model_copy(update={"source": _absolute(calibrate.text.source)})
+    text = [item.model_copy(update={"source": _absolute(item.source)}) for item in calibrate.text]
     return recipe.model_copy(
         update={
             "model": _absolute(recipe.model),
@@ -321,7 +338,7 @@ def _complete(recipe: Recipe) -> Recipe:
 def _absolute(name: str) -> str:
     """A path that exists, made absolute, so that a run can be continued from any folder; else `name` as it is."""
     path = Path(name).expanduser()
-    known = name == "builtin" or name.startswith("builtin:")
+    known = name in ("builtin", "self") or name.startswith("builtin:")
     return str(path.resolve()) if not known and os.path.exists(path) else name  # noqa: PTH110  (no error for a long name)
 
 
@@ -345,8 +362,9 @@ def _problem(item: dict[str, Any]) -> str:
 
 def _fields_at(loc: tuple[Any, ...]) -> list[str]:
     model: type[BaseModel] = Recipe
-    for part in loc:
-        annotation = model.model_fields[str(part)].annotation
+    for part in (part for part in loc if isinstance(part, str)):
+        annotation = model.model_fields[part].annotation
+        annotation = next(iter(get_args(annotation)), annotation)  # the items of a list
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return list(model.model_fields)

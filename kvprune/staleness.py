@@ -73,11 +73,12 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
     inputs = about["inputs"]
     match stage:
         case "calibrate":
-            text = recipe.calibrate.text
             model = fingerprint(recipe.model, about["model"]["commit"])
-            return (f"the files of model {recipe.model} have changed" if inputs["model"] != model else "") or (
-                f"the text {text.source} has changed" if inputs["text"] != text_fingerprint(text) else ""
-            )
+            texts = text_fingerprint(recipe.calibrate.text)
+            changed = [f"the text {name} has changed" for name in texts if inputs["text"].get(name) != texts[name]]
+            if inputs["model"] != model:
+                changed.insert(0, f"the files of model {recipe.model} have changed")
+            return next(iter(changed), "")
         case "plan":
             return _other(run.stats, inputs["stats"])
         case "export":

@@ -12,24 +12,11 @@ import torch
 
 from kvprune.artifacts import write_text
 from kvprune.sources.models import BUILTIN, load_model, load_tokenizer, open_model
+from kvprune.sources.samples import sample
 from kvprune.sources.texts import BUILTIN_TEXT, pack
 
 SEQUENCE = 512
 BATCH = 44
-
-
-@torch.inference_mode()
-def sample(model: torch.nn.Module, start: int, count: int, length: int, seed: int) -> torch.Tensor:
-    """Token ids `[count, length]` drawn from the model's full distribution (temperature 1), after `start`."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.full((count, 1), start)
-    cache = None
-    for _ in range(length):
-        out = model(tokens[:, -1:], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        chances = out.logits[:, -1].float().softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
-    return tokens[:, 1:]
 
 
 def main() -> None:
@@ -48,7 +35,7 @@ def main() -> None:
     packed: list[list[int]] = []
     while len(packed) * SEQUENCE < arguments.tokens:
         seed = arguments.seed + len(documents)
-        for row in sample(model, start, BATCH, SEQUENCE, seed).tolist():
+        for row in sample(model, torch.full((BATCH,), start), SEQUENCE + 1, seed)[:, 1:].tolist():
             cut = next((at for at, token in enumerate(row) if token in ends), len(row))
             documents.append(tokenizer.decode(row[:cut], skip_special_tokens=True))
         packed = pack(documents, tokenizer, SEQUENCE, 10**9)

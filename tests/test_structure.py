@@ -18,6 +18,7 @@ ROOMS = [
     ["dense", "staleness"],
     ["stages"],
     ["results"],
+    ["preflight"],
     ["pipeline"],
     ["cli"],
 ]

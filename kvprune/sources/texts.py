@@ -1,7 +1,8 @@
 """Where calibration tokens come from: documents of a text, joined by EOS and packed into full sequences.
 
-A `.txt` file is one document; of a folder, every `.txt` file below it is one. A row of a `.jsonl` file or of a
-`datasets` data set is one. Documents come in a seeded order and are cut, end to end, into sequences that each
+A `.txt` file is one document; of a folder, every `.txt` file below it is one. A row of a `.jsonl` or `.parquet` file or
+of a `datasets` data set is one: a text, or the messages of a chat, which the tokenizer's chat template renders.
+Documents come in a seeded order and are cut, end to end, into sequences that each
 start with BOS where the tokenizer adds one. Sequences are drawn, in a seeded order, from the first POOL times as many.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from kvprune.artifacts import digest
@@ -24,20 +26,49 @@ from kvprune.sources.models import one_line
 POOL = 8
 SHUFFLE_ROWS = 10_000  # of a streamed data set: rows held at once to draw from
 PIECE = 2**20  # characters tokenised at once, so that a huge document is not tokenised whole
+Document = str | list[dict[str, str]]  # a text, or the messages of a chat
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
-def sequences(section: Calibrate, tokenizer: Any) -> Tensor:
-    """The calibration tokens, int64 `[sequences, sequence_length]`. Raises KvpruneError where the text has too few."""
-    wanted = section.tokens // section.sequence_length
-    packed = pack(documents(section.text, section.seed), tokenizer, section.sequence_length, wanted * POOL)
-    if len(packed) < wanted:
-        raise KvpruneError(
-            f"calibrate.tokens: {section.text.source} holds {len(packed) * section.sequence_length:,} tokens in full "
-            f"sequences of {section.sequence_length}, and {section.tokens:,} are asked for; lower calibrate.tokens"
-        )
-    random.Random(section.seed).shuffle(packed)
-    return torch.tensor(packed[:wanted], dtype=torch.int64)
+def sequences(section: Calibrate, tokenizer: Any, samples: Tensor | None = None) -> Tensor:
+    """The calibration tokens, int64 `[sequences, sequence_length]`, of all sources by their weights.
+
+    `samples` are the model's own, where a source is `self`. Raises KvpruneError where a text has too few tokens.
+    """
+    length = section.sequence_length
+    rows: list[list[int]] = []
+    for source, wanted in shares(section):
+        if source.source == "self":
+            assert samples is not None  # the caller asks `self_share` how many are wanted
+            rows += samples.tolist()
+            continue
+        packed = pack(documents(source, section.seed), tokenizer, length, wanted * POOL)
+        if len(packed) < wanted:
+            raise KvpruneError(
+                f"calibrate.tokens: {source.source} holds {len(packed) * length:,} tokens in full sequences of "
+                f"{length}, and {wanted * length:,} of it are asked for; lower calibrate.tokens"
+            )
+        random.Random(section.seed).shuffle(packed)
+        rows += packed[:wanted]
+    if len(section.text) > 1:
+        random.Random(section.seed).shuffle(rows)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def shares(section: Calibrate) -> list[tuple[TextSource, int]]:
+    """How many sequences each source gives: its weight's share, the largest remainders rounded up."""
+    total = section.tokens // section.sequence_length
+    weight = sum(source.weight for source in section.text)
+    exact = [total * source.weight / weight for source in section.text]
+    counts = [int(share) for share in exact]
+    for at in sorted(range(len(exact)), key=lambda at: counts[at] - exact[at])[: total - sum(counts)]:
+        counts[at] += 1
+    return list(zip(section.text, counts, strict=True))
+
+
+def self_share(section: Calibrate) -> int:
+    """How many sequences are the model's own samples."""
+    return sum(count for source, count in shares(section) if source.source == "self")
 
 
 def token_digest(tokens: Tensor) -> str:
@@ -45,42 +76,64 @@ def token_digest(tokens: Tensor) -> str:
     return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + tokens.numpy().tobytes()).hexdigest()
 
 
-def text_fingerprint(source: TextSource) -> dict[str, Any]:
-    """Size and time of a local text's files, or the builtin one's digest: tells that a text has changed.
+def text_fingerprint(sources: list[TextSource]) -> dict[str, Any]:
+    """Size and time of local texts' files, the builtin one's digest: tells that a text has changed.
 
-    Empty for a data set of the Hub.
+    Nothing of a data set of the Hub, nor of the model's own samples.
     """
+    return {source.source: _fingerprint(source) for source in sources}
+
+
+def _fingerprint(source: TextSource) -> Any:
     kind, path = _kind(source), Path(source.source)
-    if kind in ("builtin", "datasets"):
-        return {"builtin": digest(BUILTIN_TEXT)} if kind == "builtin" else {}
+    if kind in ("builtin", "datasets", "self"):
+        return digest(BUILTIN_TEXT) if kind == "builtin" else None
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     base = path if path.is_dir() else path.parent
     found = [file for file in files if file.is_file()]
     return {str(file.relative_to(base)): [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in found}
 
 
-def pack(texts: Iterable[str], tokenizer: Any, length: int, most: int) -> list[list[int]]:
+def pack(texts: Iterable[Document], tokenizer: Any, length: int, most: int) -> list[list[int]]:
     """Token ids of `texts` joined by EOS, cut into at most `most` full sequences of `length`, BOS first where used.
 
     The rest that fills no sequence is dropped.
     """
     bos = _added_bos(tokenizer)
-    body = length - len(bos)
-    eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    eos = tokenizer.eos_token_id
     stream: list[int] = []
     packed: list[list[int]] = []
     for text in texts:
-        if not text.strip():
-            continue  # an empty row of a data set is no document
-        for piece in _pieces(text):
-            stream += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-            full = min(len(stream) // body, most - len(packed))
-            packed += [bos + stream[start : start + body] for start in range(0, full * body, body)]
-            stream = stream[full * body :]
+        last: list[int] = []
+        for ids in _tokenised(text, tokenizer):
+            stream += ids
+            last = ids[-2:]
+            start = 0
+            while len(packed) < most:
+                head = [] if stream[start : start + 1] == bos else bos  # a chat template may have put it there
+                end = start + length - len(head)
+                if end > len(stream):
+                    break
+                packed.append(head + stream[start:end])
+                start = end
+            stream = stream[start:]
             if len(packed) == most:
                 return packed
-        stream += eos
+        if last and eos is not None and eos not in last:  # a chat template may end with it, and a line end
+            stream.append(eos)
     return packed
+
+
+def _tokenised(text: Document, tokenizer: Any) -> Iterator[list[int]]:
+    """The ids of a document, in pieces; a chat's are those of the tokenizer's chat template."""
+    if not isinstance(text, str):
+        try:
+            yield tokenizer.apply_chat_template(text, tokenize=True, return_dict=False)
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise KvpruneError(f"calibrate.text: the tokenizer cannot render a chat: {one_line(error)}") from None
+    elif text.strip():  # an empty row of a data set is no document
+        for piece in _pieces(text):
+            yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _added_bos(tokenizer: Any) -> list[int]:
@@ -108,41 +161,43 @@ def check_text(source: TextSource) -> None:
         raise KvpruneError(
             f"calibrate.text: config and split are for a data set of the Hub, and {source.source} is not one"
         )
-    if kind in ("builtin", "txt") and source.field is not None:
+    if kind in ("builtin", "txt", "self") and source.field is not None:
         raise KvpruneError(f"calibrate.text.field: {source.source} has no fields; remove it")
-    there = os.path.isfile(path) if kind == "jsonl" else os.path.exists(path)  # noqa: PTH110, PTH113
-    if kind in ("jsonl", "txt") and not there:
+    there = os.path.exists(path) if kind == "txt" else os.path.isfile(path)  # noqa: PTH110, PTH113
+    if kind in ("jsonl", "parquet", "txt") and not there:
         raise KvpruneError(f"calibrate.text: {path}: no such file or folder")
 
 
-def documents(source: TextSource, seed: int) -> Iterator[str]:
+def documents(source: TextSource, seed: int) -> Iterator[Document]:
     """Yield the documents of a text in the order of `seed`. Raises KvpruneError where it cannot be read."""
     check_text(source)
-    path, field = Path(source.source), source.field or "text"
+    path = Path(source.source)
     match _kind(source):
         case "builtin":
-            yield from _shuffled(list(_jsonl(BUILTIN_TEXT, "text")), seed)
+            yield from _shuffled(list(_rows(_jsonl(BUILTIN_TEXT), "builtin", "text")), seed)
         case "jsonl":
-            yield from _shuffled(list(_jsonl(path, field)), seed)
+            yield from _shuffled(list(_rows(_jsonl(path), str(path), source.field)), seed)
+        case "parquet":
+            yield from _shuffled(list(_rows(_parquet(path), str(path), source.field)), seed)
         case "txt":
             files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
             for file in _shuffled(files, seed):
                 yield _read(file)
         case _:
-            yield from _streamed(source, field, seed)
+            yield from _rows(_streamed(source, seed), source.source, source.field)
 
 
 def _kind(source: TextSource) -> str:
     path = Path(source.source)
-    if source.source == "builtin":
-        return "builtin"
-    if path.suffix in (".jsonl", ".txt"):
+    if source.source in ("builtin", "self"):
+        return source.source
+    if path.suffix in (".jsonl", ".txt", ".parquet"):
         return path.suffix[1:]
     if os.path.exists(path) or source.source.startswith((".", "/", "~")):  # noqa: PTH110
         if not path.is_dir():
             raise KvpruneError(
-                f"calibrate.text: {path}: should be builtin, a .txt or .jsonl file, a folder of .txt files, "
-                "or a datasets id"
+                f"calibrate.text: {path}: should be builtin, self, a .txt, .jsonl or .parquet file, a folder of .txt "
+                "files, or a datasets id"
             )
         return "txt"
     return "datasets"
@@ -165,36 +220,64 @@ def _read(path: Path) -> str:
     return text
 
 
-def _jsonl(path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(_read(path).split("\n"), 1):
-        if not line.strip():
-            continue
+def _rows(rows: Iterable[tuple[int, Any]], where: str, field: str | None) -> Iterator[Document]:
+    """The documents in numbered rows: the text or the chat in `field`, else in `text`, else in `messages`."""
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise KvpruneError(f"calibrate.text: {where} row {number}: should be an object, got {type(row).__name__}")
+        name = field or ("messages" if "messages" in row and "text" not in row else "text")
+        value: Any = row.get(name)
+        if not isinstance(value, str) and not _is_chat(value):
+            has = ", ".join(sorted(map(str, row)))
+            raise KvpruneError(
+                f"calibrate.text.field: {where} row {number}: no text or chat in field {name!r}; it has: {has}"
+            )
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise KvpruneError(f"calibrate.text: {path} row {number}: not valid JSON: {error}") from None
-        if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            has = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-            raise KvpruneError(f"calibrate.text.field: {path} row {number}: no text in field {field!r}; it has: {has}")
-        try:
-            row[field].encode("utf-8")
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise KvpruneError(f"calibrate.text: {path} row {number}: half of a surrogate pair, not text") from None
-        yield row[field]
+            raise KvpruneError(f"calibrate.text: {where} row {number}: half of a surrogate pair, not text") from None
+        yield value
 
 
-def _streamed(source: TextSource, field: str, seed: int) -> Iterator[str]:
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item for item in value)
+    )
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_read(path).split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise KvpruneError(f"calibrate.text: {path} row {number}: not valid JSON: {error}") from None
+            yield number, row
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow as arrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with arrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (OSError, arrow.ArrowException) as error:
+        raise KvpruneError(f"calibrate.text: {path}: not a readable Parquet file: {one_line(error)}") from None
+
+
+def _streamed(source: TextSource, seed: int) -> Iterator[tuple[int, Any]]:
     """Rows of a Hub data set, streamed: a corpus like C4 is never downloaded whole."""
     from datasets import load_dataset
 
     try:
         rows = load_dataset(source.source, source.config, split=source.split or "train", streaming=True)
-        for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS), 1):
-            if not isinstance(row.get(field), str):
-                raise KvpruneError(
-                    f"calibrate.text.field: {source.source} row {number}: no text in field {field!r}; "
-                    f"it has: {', '.join(row)}"
-                )
-            yield row[field]
+        yield from enumerate(rows.shuffle(seed=seed, buffer_size=SHUFFLE_ROWS), 1)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise KvpruneError(f"calibrate.text: data set {source.source} does not load: {one_line(error)}") from None

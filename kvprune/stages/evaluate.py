@@ -129,6 +129,8 @@ def _settings(judge: Judge, task: str) -> dict[str, Any]:
         "num_fewshot": section.num_fewshot,
         "max_length": section.max_length,
         "bootstrap_iters": section.bootstrap_iters,
+        "apply_chat_template": section.apply_chat_template,
+        "system_instruction": section.system_instruction,
         "batch_size": judge.batch_size,
         "tasks": task_fingerprint(section.model_copy(update={"tasks": [task]})),
     }
@@ -151,6 +153,8 @@ def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
                 limit=section.limit,
                 num_fewshot=section.num_fewshot,
                 bootstrap_iters=section.bootstrap_iters,
+                apply_chat_template=section.apply_chat_template,
+                system_instruction=section.system_instruction,
                 log_samples=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError, MemoryError) as error:

@@ -93,10 +93,9 @@ def _cut_index(checkpoint: Checkpoint, cuts: dict[str, Cut]) -> dict[str, Any]:
 def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified:
     """Write `model/` of the run folder: weights, config, tokenizer, card and `kvprune.json`.
 
-    All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where the
-    disk is too small, where `model/` is not kvprune's own, or where the result is not exactly what it should be.
+    All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where
+    `model/` is not kvprune's own, where the disk is full, or where the result is not exactly what it should be.
     """
-    check_room(run, plan.after.bytes)
     _clean_up(run)
     _check_replaceable(run.model)
     source, cuts = dense.source, make_cuts(dense, plan)
@@ -153,24 +152,14 @@ def _check_replaceable(folder: Path) -> None:
             raise KvpruneError(f"{folder}: holds {item.name}, which has changed since the export; {way_out}")
 
 
-def check_room(run: RunFolder, needed: int) -> None:
-    """Raise KvpruneError where the run folder's disk has less than `needed` bytes free."""
-    place = next(folder for folder in (run.path, *run.path.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise KvpruneError(
-            f"{run.path}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk"
-        )
-
-
 def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     """The recipe as it is published: a local path is no use to others and is cut to its last part."""
     data = recipe.model_dump(mode="json")
     if Path(recipe.model).exists():
         data["model"] = source.title
-    text = data["calibrate"]["text"]
-    if Path(text["source"]).exists():
-        text["source"] = Path(text["source"]).name
+    for text in data["calibrate"]["text"]:
+        if Path(text["source"]).exists():
+            text["source"] = Path(text["source"]).name
     if data["evaluate"]["include_path"]:
         data["evaluate"]["include_path"] = Path(data["evaluate"]["include_path"]).name
     return data

@@ -1,0 +1,72 @@
+"""The model's own samples as a calibration text: no data set is needed, and every domain the model knows is in it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprune.artifacts import read_json, write_json
+from kvprune.errors import KvpruneError
+from kvprune.progress import log, progress
+
+BATCH = 16  # fixed, so that the samples do not depend on --batch-size
+
+
+@torch.inference_mode()
+def sample(model: Any, first: Tensor, length: int, seed: int) -> Tensor:
+    """Continue the tokens `first` `[sequences]` to `[sequences, length]`, drawn from the model's full distribution.
+
+    Temperature 1, no truncation; an end of text does not end a sequence, the next text follows.
+    """
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        out: Tensor = model.generate(
+            input_ids=first[:, None].to(model.device),
+            attention_mask=torch.ones(len(first), 1, dtype=torch.int64, device=model.device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=length - 1,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out.cpu()
+
+
+def self_samples(
+    model: Any, tokenizer: Any, file: Path, *, count: int, length: int, seed: int, about: dict[str, Any]
+) -> Tensor:
+    """`count` samples of `length` tokens, int64 `[count, length]`, from BOS, or from random tokens where there is none.
+
+    They are kept in `file`, batch by batch: what is there of the same model (`about`), seed and shape is used again.
+    """
+    key = {**about, "count": count, "length": length, "seed": seed, "batch": BATCH}
+    rows: list[list[int]] = []
+    if file.is_file() and (found := read_json(file)).get("key") == key:
+        rows = found["tokens"]
+        log.info("self: %d of %d samples are in %s", len(rows), count, file.name)
+    firsts = torch.split(_first_tokens(tokenizer, model.config.vocab_size, count, seed)[len(rows) :], BATCH)
+    left = (count - len(rows)) * length
+    batches = _sampled(model, firsts, length, seed, len(rows) // BATCH) if left else iter(())
+    for batch in progress(batches, total=left, label="self", unit="tokens", per_item=BATCH * length):
+        rows += batch
+        write_json(file, {"key": key, "texts": tokenizer.batch_decode(rows), "tokens": rows})
+    return torch.tensor(rows)
+
+
+def _sampled(model: Any, firsts: tuple[Tensor, ...], length: int, seed: int, start: int) -> Iterator[list[list[int]]]:
+    for index, first in enumerate(firsts, start):
+        yield sample(model, first, length, (seed * 1_000_003 + index) % 2**63).tolist()
+
+
+def _first_tokens(tokenizer: Any, vocabulary: int, count: int, seed: int) -> Tensor:
+    bos = tokenizer.bos_token_id
+    if bos is not None:
+        if not 0 <= bos < vocabulary:
+            raise KvpruneError(f"the tokenizer's BOS has id {bos} and the model has {vocabulary} embeddings")
+        return torch.full((count,), bos)
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
