@@ -55,7 +55,7 @@ class TextSource(BaseModel):
     config: str | None = None
     split: str | None = None
     field: str | None = None
-    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of the tokens, relative to the other sources
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0  # its share of the tokens, relative to the other sources
 
 
 def _text(value: object) -> object:

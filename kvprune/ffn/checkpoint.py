@@ -8,7 +8,7 @@ no memory of our own.
 import json
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -163,12 +163,13 @@ def model_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
     """A file's bytes without reading them: pages come from the page cache as they are touched."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        view = memoryview(pages)
-        try:
-            yield view
-        finally:
-            view.release()
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        yield memoryview(pages)
+    finally:
+        with suppress(BufferError):  # after an error its traceback still holds views, and the map goes with them
+            pages.close()
 
 
 def cut_array(data: memoryview, entry: TensorEntry, cut: Cut) -> npt.NDArray[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from kvprune.artifacts import read_json, write_json
 from kvprune.errors import KvpruneError
@@ -20,20 +21,21 @@ def sample(model: Any, first: Tensor, length: int, seed: int) -> Tensor:
 
     Temperature 1, no truncation; an end of text does not end a sequence, the next text follows.
     """
+    plain = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1, pad_token_id=0
+    )
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        out: Tensor = model.generate(
-            input_ids=first[:, None].to(model.device),
-            attention_mask=torch.ones(len(first), 1, dtype=torch.int64, device=model.device),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=length - 1,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+    own, model.generation_config = model.generation_config, plain  # the model's own, as a penalty, would be merged in
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            out: Tensor = model.generate(
+                input_ids=first[:, None].to(model.device),
+                attention_mask=torch.ones(len(first), 1, dtype=torch.int64, device=model.device),
+                generation_config=plain,
+            )
+    finally:
+        model.generation_config = own
     return out.cpu()
 
 

@@ -36,11 +36,12 @@ def sequences(section: Calibrate, tokenizer: Any, samples: Tensor | None = None)
     `samples` are the model's own, where a source is `self`. Raises KvpruneError where a text has too few tokens.
     """
     length = section.sequence_length
+    own = [] if samples is None else samples.tolist()  # as many as `self_share` says
     rows: list[list[int]] = []
     for source, wanted in shares(section):
         if source.source == "self":
-            assert samples is not None  # the caller asks `self_share` how many are wanted
-            rows += samples.tolist()
+            rows += own[:wanted]
+            own = own[wanted:]
             continue
         packed = pack(documents(source, section.seed), tokenizer, length, wanted * POOL)
         if len(packed) < wanted:
@@ -233,7 +234,7 @@ def _rows(rows: Iterable[tuple[int, Any]], where: str, field: str | None) -> Ite
                 f"calibrate.text.field: {where} row {number}: no text or chat in field {name!r}; it has: {has}"
             )
         try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+            json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
         except UnicodeEncodeError:
             raise KvpruneError(f"calibrate.text: {where} row {number}: half of a surrogate pair, not text") from None
         yield value
@@ -268,7 +269,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (OSError, arrow.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
         raise KvpruneError(f"calibrate.text: {path}: not a readable Parquet file: {one_line(error)}") from None
 
 
