@@ -180,6 +180,9 @@ def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
     dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
+    most, length = getattr(dense.config, "max_position_embeddings", None), recipe.calibrate.sequence_length
+    if most is not None and length > most:
+        raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
     width = planning.choose_width(recipe.plan, dense)
     before, after = (planning.model_size(dense, slots) for slots in (dense.layout.width, width))
     states = stage_states(place, recipe)
@@ -224,16 +227,13 @@ def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options)
 
 
 def _check_tokens(tokens: Any, config: Any) -> None:
-    """The tokenizer must belong to the model, and sequences must be in its reach."""
-    largest, length = int(tokens.max()), tokens.shape[1]
+    """The tokenizer must belong to the model."""
+    largest = int(tokens.max())
     if largest >= config.vocab_size:
         raise KvpruneError(
             f"the tokenizer makes id {largest} and the model has {config.vocab_size} embeddings: "
             "they do not belong together"
         )
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
 
 
 def _load(dense: Dense, recipe: Recipe, options: Options) -> Any:
@@ -269,7 +269,10 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     manager = evaluating.task_manager(recipe.evaluate)
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
-    checkpoint = digest(place.model / "kvprune.json")
+    checkpoint = {
+        "checkpoint": digest(place.model / "kvprune.json"),
+        "weights": fingerprint(str(place.model), None),
+    }
     tasks: dict[str, Any] = {}
     # One model at a time while judging; both only for the speeds, which are measured in turn.
     models = {"dense": _load(dense, recipe, options)}
@@ -281,11 +284,7 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
     speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)
     plan = read_plan(place.plan)
-    inputs = {
-        "checkpoint": checkpoint,
-        "weights": fingerprint(str(place.model), None),
-        "tasks": task_fingerprint(recipe.evaluate),
-    }
+    inputs = {**checkpoint, "tasks": task_fingerprint(recipe.evaluate)}
     sizes = {"dense": (plan.before, dense.checkpoint), "slim": (plan.after, open_checkpoint(place.model))}
     results = {
         "provenance": provenance("results", stage_recipe(recipe, "evaluate"), inputs),

@@ -38,7 +38,9 @@ def test_only_the_model_is_needed() -> None:
     assert recipe.model == "org/name"
     assert recipe.dtype == "auto"
     assert (recipe.calibrate.tokens, recipe.calibrate.sequence_length, recipe.calibrate.skip_first) == (16384, 512, 1)
-    assert recipe.calibrate.text.source == "builtin"
+    assert [text.model_dump(exclude_none=True) for text in recipe.calibrate.text] == [
+        {"source": "builtin", "weight": 1.0}
+    ]
     assert recipe.plan.score == "wanda"
     assert recipe.plan.budget.model_dump(exclude_none=True) == {"keep": 0.8}
     assert recipe.evaluate.tasks == ["builtin"]
@@ -73,7 +75,7 @@ def test_a_text_is_a_name_or_a_section() -> None:
     short = make_recipe({"model": "m", "calibrate": {"text": "org/text"}})
     long = make_recipe({"model": "m", "calibrate": {"text": {"source": "org/text"}}})
     assert short == long
-    assert short.calibrate.text.field is None
+    assert short.calibrate.text[0].field is None
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -86,7 +88,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert problems(data) == [
         "r: calibrate.skp_first: unknown key. Did you mean skip_first? "
         "Allowed: text, tokens, sequence_length, skip_first, seed",
-        "r: calibrate.text.sorce: unknown key. Did you mean source? Allowed: source, config, split, field",
+        "r: calibrate.text.sorce: unknown key. Did you mean source? Allowed: source, config, split, field, weight",
         "r: calibrate.text.source: missing, and it has no default",
         "r: calibrate.tokens: should be a valid integer, got 1.5",
         "r: evaluate.tasks: should be a valid list, got 'builtin'",
@@ -249,7 +251,7 @@ def test_the_order_of_overrides_does_not_lose_an_option_of_the_new_score(tmp_pat
 def test_an_override_makes_the_section_that_it_needs(tmp_path: Path) -> None:
     recipe = overridden(tmp_path, "model: m\nplan:\n", "plan.protect={1: [0, 3]}", "calibrate.text=other", "model=n")
     assert recipe.plan.protect == {1: [0, 3]}
-    assert recipe.calibrate.text.source == "other"
+    assert [text.source for text in recipe.calibrate.text] == ["other"]
     assert recipe.model == "n"
 
 
@@ -330,7 +332,7 @@ def test_a_local_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Monke
     data = {"model": "dense", "calibrate": {"text": "text.txt"}, "evaluate": {"include_path": "tasks"}}
     recipe = make_recipe(data)
     assert recipe.model == str(tmp_path / "dense")
-    assert recipe.calibrate.text.source == str(tmp_path / "text.txt")
+    assert [text.source for text in recipe.calibrate.text] == [str(tmp_path / "text.txt")]
     assert recipe.evaluate.include_path == str(tmp_path / "tasks")
 
 

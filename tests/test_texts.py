@@ -47,16 +47,16 @@ def jsonl(file: Path, *rows: Any) -> Path:
     return file
 
 
-def section(source: Path | str, tokens: int = 64, length: int = 16, seed: int = 0, **text: str) -> Calibrate:
+def section(source: Path | str, tokens: int = 64, length: int = 16, seed: int = 0, **text: Any) -> Calibrate:
     values = {"tokens": tokens, "sequence_length": length, "seed": seed, "text": {"source": str(source), **text}}
     return make_recipe({"model": "m", "calibrate": values}).calibrate
 
 
-def read(source: Path | str, seed: int = 0, **text: str) -> list[str]:
+def read(source: Path | str, seed: int = 0, **text: Any) -> list[Any]:
     return list(documents(TextSource(source=str(source), **text), seed))
 
 
-def refused(source: Path | str, **text: str) -> str:
+def refused(source: Path | str, **text: Any) -> str:
     """The line with which reading a text is refused."""
     with pytest.raises(KvpruneError) as error:
         read(source, 0, **text)
@@ -196,21 +196,33 @@ def test_the_builtin_text_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"body": "a", "id": 3}, "no text in field 'text'; it has: body, id"),
-        ({"text": 3}, "no text in field 'text'; it has: text"),
-        ({"text": None}, "no text in field 'text'; it has: text"),
-        ("[1]", "no text in field 'text'; it has: list"),
-        ("3", "no text in field 'text'; it has: int"),
+        ({"body": "a", "id": 3}, "body, id"),
+        ({"text": 3}, "text"),
+        ({"text": None}, "text"),
+        ({"text": None, "messages": [{"role": "user", "content": "a"}]}, "messages, text"),
+        ({"text": []}, "text"),
+        ({"text": ["a"]}, "text"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": 1, "content": "a"}]}, "messages"),
     ],
 )
 def test_a_row_without_the_field_is_named(tmp_path: Path, row: Any, named: str) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"text": "a"}, "", row)
-    assert refused(file) == f"calibrate.text.field: {file} row 3: {named}"
+    field = "text" if "text" in row or "messages" not in row else "messages"
+    expected = f"calibrate.text.field: {file} row 3: no text or chat in field {field!r}; it has: {named}"
+    assert refused(file) == expected
+
+
+@pytest.mark.parametrize(("row", "kind"), [("[1]", "list"), ("3", "int"), ('"text"', "str"), ("null", "NoneType")])
+def test_a_row_that_is_no_object_is_named(tmp_path: Path, row: str, kind: str) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"text": "a"}, "", row)
+    assert refused(file) == f"calibrate.text: {file} row 3: should be an object, got {kind}"
 
 
 def test_a_row_without_the_chosen_field_is_named(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"text": "a"})
-    assert refused(file, field="body") == f"calibrate.text.field: {file} row 1: no text in field 'body'; it has: text"
+    expected = f"calibrate.text.field: {file} row 1: no text or chat in field 'body'; it has: text"
+    assert refused(file, field="body") == expected
 
 
 @pytest.mark.parametrize("row", ['{"text": "a"', "text", "{'text': 'a'}", "[" * 100_000], ids=range(4))
@@ -249,9 +261,11 @@ def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_another_kind_of_file_is_refused_with_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    line = refused(tmp_path / "a.parquet")
-    assert "should be builtin, a .txt or .jsonl file, a folder of .txt files" in line
+    (tmp_path / "a.csv").write_text("text", encoding="utf-8")
+    assert refused(tmp_path / "a.csv") == (
+        f"calibrate.text: {tmp_path / 'a.csv'}: should be builtin, self, a .txt, .jsonl or .parquet file, "
+        "a folder of .txt files, or a datasets id"
+    )
     (tmp_path / "a.jsonl").mkdir()
     assert refused(tmp_path / "a.jsonl") == f"calibrate.text: {tmp_path / 'a.jsonl'}: no such file or folder"
 
@@ -266,7 +280,7 @@ def test_keys_of_a_data_set_are_refused_for_a_local_text(tmp_path: Path, key: st
     expected = f"calibrate.text: config and split are for a data set of the Hub, and {source} is not one"
     assert refused(source, **{key: "train"}) == expected
     with pytest.raises(KvpruneError, match="config and split"):
-        check_text(TextSource(source=source, **{key: "train"}))
+        check_text(TextSource.model_validate({"source": source, key: "train"}))
 
 
 def test_a_field_is_refused_where_there_are_none(tmp_path: Path) -> None:
@@ -285,7 +299,7 @@ def test_too_few_tokens_are_refused_with_how_many_there_are(tmp_path: Path, cont
     file.write_text(content, encoding="utf-8")
     held = len(content) // 15 * 16
     expected = (
-        f"calibrate.tokens: {file} holds {held} tokens in full sequences of 16, and 1600 are asked for; "
+        f"calibrate.tokens: {file} holds {held} tokens in full sequences of 16, and 1600 of it are asked for; "
         "lower calibrate.tokens"
     )
     with pytest.raises(KvpruneError) as error:
@@ -324,7 +338,7 @@ def test_a_data_set_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     hub = Hub({f"datasets/org/{name}": {"train.jsonl": content} for name, content in repositories.items()})
     hub.gated.add("datasets/org/gated")
     asked = {
-        "calibrate.text.field: org/text row 1: no text in field 'body'; it has: text": {"field": "body"},
+        "calibrate.text.field: org/text row 1: no text or chat in field 'body'; it has: text": {"field": "body"},
         "calibrate.text: data set org/text does not load: Bad split: other": {"split": "other"},
         "calibrate.text: data set org/text does not load: BuilderConfig 'other' not found": {"config": "other"},
         "calibrate.text: data set org/missing does not load: ": {"source": "org/missing"},
@@ -350,12 +364,15 @@ def test_a_fingerprint_changes_with_a_file_and_names_every_file(tmp_path: Path) 
     (tmp_path / "sub").mkdir()
     for name in ("a.txt", "b.txt", "sub/a.txt"):
         (tmp_path / name).write_text(name, encoding="utf-8")
-    first = text_fingerprint(TextSource(source=str(tmp_path)))
+    sources = [TextSource(source=str(tmp_path)), TextSource(source="self")]
+    first = text_fingerprint(sources)
     for name in ("a.txt", "b.txt", "sub/a.txt"):
         (tmp_path / name).write_text(f"more of {name}", encoding="utf-8")
-        second = text_fingerprint(TextSource(source=str(tmp_path)))
+        second = text_fingerprint(sources)
         assert second != first, name
         first = second
-    assert len(first) == 3
-    assert text_fingerprint(TextSource(source="builtin")) == {"builtin": digest(BUILTIN_TEXT)}
-    assert text_fingerprint(TextSource(source="org/text")) == {}
+    assert set(first) == {str(tmp_path), "self"}
+    assert set(first[str(tmp_path)]) == {"a.txt", "b.txt", "sub/a.txt"}
+    assert text_fingerprint([TextSource(source="builtin")]) == {"builtin": digest(BUILTIN_TEXT)}
+    assert text_fingerprint([TextSource(source="org/text")]) == {"org/text": None}
+    assert first["self"] is None

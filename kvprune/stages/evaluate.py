@@ -78,8 +78,8 @@ def judge_dense(judge: Judge, model: Any, name: str, fingerprint: dict[str, Any]
     return metrics
 
 
-def judge_slim(judge: Judge, model: Any, checkpoint: str, folder: Path) -> dict[str, Any]:
-    """Metrics by task of the slim model, whose `kvprune.json` has the digest `checkpoint`."""
+def judge_slim(judge: Judge, model: Any, checkpoint: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Metrics by task of the slim model; `checkpoint` changes when its files do."""
     key = {"checkpoint": checkpoint, **_running(model)}
     return {task: _judge(judge, task, model, "slim", folder / "slim", key) for task in judge.section.tasks}
 
