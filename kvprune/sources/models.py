@@ -30,6 +30,11 @@ HUB_FILES = [
     "NOTICE*",
     "USE_POLICY*",
 ]
+# What a local model's results depend on.
+DEPENDED = (
+    "*.safetensors", "*.index.json", "*config.json", "tokenizer*", "*.model", "vocab.*", "merges.txt", "*.tiktoken",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.*", "*.py",
+)  # fmt: skip
 HUB_IGNORED = ["*/*", "consolidated*"]  # other copies of the same weights
 
 
@@ -167,7 +172,7 @@ def one_line(error: BaseException) -> str:
 
 def _local_fingerprint(folder: Path) -> dict[str, Any]:
     """Of all that a result depends on: weights, config, tokenizer, code."""
-    return _file_fingerprint(sorted({file for pattern in (*HUB_FILES, "*.py") for file in folder.glob(pattern)}))
+    return _file_fingerprint(sorted({file for pattern in DEPENDED for file in folder.glob(pattern)}))
 
 
 def _file_fingerprint(files: list[Path]) -> dict[str, Any]:
