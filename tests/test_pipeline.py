@@ -20,7 +20,7 @@ from kvprune.recipe import Recipe, load_recipe, make_recipe
 from kvprune.results.show import render
 from kvprune.stages import calibrate as calibrating
 from kvprune.staleness import artifact, first_change, stage_states
-from tests.conftest import recipe_data, save_model
+from tests.conftest import recipe_data, save_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -237,7 +237,16 @@ def test_a_local_lm_eval_task_is_evaluated(recipe: Path, tmp_path: Path) -> None
     overrides = ["evaluate.tasks=[sums]", f"evaluate.include_path={tasks}", "evaluate.limit=3"]
     results = kvprune.run(recipe, tmp_path / "run", overrides=overrides)
     assert set(results["slim"]["tasks"]["sums"]) == {"acc", "perplexity"}
-    assert len((tmp_path / "run/eval/slim/sums.samples.jsonl").read_text().splitlines()) == 3
+    samples = (tmp_path / "run/eval/slim/sums.samples.jsonl").read_text()
+    assert len(samples.splitlines()) == 3
+    assert "<user>" not in samples
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    tokenizer.save_pretrained(tmp_path / "dense")
+    chat = ["evaluate.apply_chat_template=true", "evaluate.system_instruction=Add up."]
+    kvprune.run(recipe, tmp_path / "chat", overrides=[*overrides, *chat])
+    row = json.loads((tmp_path / "chat/eval/slim/sums.samples.jsonl").read_text().splitlines()[0])
+    assert "<system>Add up.\n<user>0+1=" in json.dumps(row["arguments"]).replace("\\n", "\n")
 
 
 def test_first_change_names_the_path() -> None:

@@ -20,7 +20,7 @@ from kvprune.dense import open_dense
 from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.recipe import Calibrate, load_recipe, make_recipe
 from kvprune.sources.models import BUILTIN, load_tokenizer, open_model
-from kvprune.sources.texts import sequences
+from kvprune.sources.texts import documents, pack, sequences
 from kvprune.stages.export import mask_slots
 
 pytestmark = [
@@ -116,6 +116,31 @@ def test_wanda_on_wikitext_stays_below_perplexity_40(tmp_path: Path, data: Path)
     assert 26.0 < perplexity(model) < 26.4
     mask_slots(model, dense.layout, made)
     assert 26.4 < perplexity(model) < 40
+
+
+def test_ten_chats_calibrate_with_the_ids_of_the_chat_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(open_model(BUILTIN))
+    chats = [
+        [
+            {"role": "user", "content": f"What is {at} times {at}?"},
+            {"role": "assistant", "content": f"{at} times {at} is {at * at}. " * 3},
+        ]
+        for at in range(10)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    section = Calibrate.model_validate({"text": str(file), "tokens": 256, "sequence_length": 64})
+    found = list(documents(section.text[0], section.seed))
+    assert sorted(map(str, found)) == sorted(map(str, chats))
+    stream = [token for row in pack(found, tokenizer, 64, 10**6) for token in row]
+    expected: list[int] = []
+    for chat in found:
+        expected += tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert stream == expected[: len(stream)]
+    assert len(expected) - len(stream) < 64
+    data = {"model": BUILTIN, "calibrate": section.model_dump(mode="json")}
+    kvprune.calibrate(make_recipe(data), tmp_path / "run")
+    assert kvprune.show(tmp_path / "run")["counted"]["tokens"] == 256 - 4
 
 
 @pytest.mark.skipif(not os.environ.get("KVPRUNE_DATA"), reason="KVPRUNE_DATA is not set: no data sets to test with")

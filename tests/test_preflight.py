@@ -1,0 +1,78 @@
+"""The preflight tells what a run needs before minutes are spent, and refuses what cannot end well."""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvprune
+from kvprune import preflight
+from kvprune.dense import Dense, open_dense
+from kvprune.errors import KvpruneError
+from kvprune.recipe import Recipe, make_recipe
+from kvprune.sources.models import is_out_of_memory, out_of_memory
+from tests.conftest import recipe_data
+
+
+@pytest.fixture
+def recipe(make_folder: Callable[..., Path], text: Path) -> Recipe:
+    return make_recipe(recipe_data(make_folder(), text))
+
+
+@pytest.fixture
+def dense(recipe: Recipe) -> Dense:
+    return open_dense(recipe.model)
+
+
+def test_a_run_tells_what_it_found_and_what_it_needs(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvprune"), "propagate", True)
+    with caplog.at_level(logging.INFO, "kvprune"):
+        kvprune.calibrate(recipe, tmp_path / "run")
+    text = caplog.text
+    assert "2 gated FFNs of width 48" in text
+    assert "parameters: 9,216 in FFNs, 22,944 outside" in text
+    assert "budget keep 0.75, round_to 4: width 48 -> 36" in text
+    assert re.search(r"  parameters 32,160 -> 29,856 \(92\.8 %\)", text)
+    assert re.search(r"memory on cpu: about .* GiB", text)
+    assert re.search(r"disk: .* needed, .* free", text)
+    assert re.search(r"time: counting 512 tokens takes about \d+ s", text)
+
+
+def test_a_budget_that_removes_nothing_is_told(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvprune"), "propagate", True)
+    plan = recipe.plan.model_copy(update={"round_to": 48})
+    kvprune.calibrate(recipe.model_copy(update={"plan": plan}), tmp_path / "run")
+    assert "the budget removes nothing with round_to 48; lower round_to" in caplog.text
+
+
+def test_weights_beyond_memory_are_refused(recipe: Recipe, dense: Dense, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_free", lambda device: 100_000)
+    with pytest.raises(KvpruneError, match="its weights need"):
+        preflight.check_memory(recipe, dense, "cpu", 8)
+
+
+def test_a_batch_beyond_memory_is_refused_with_one_that_fits(
+    recipe: Recipe, dense: Dense, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_free", lambda device: 600_000)
+    with pytest.raises(KvpruneError) as caught:
+        preflight.check_memory(recipe, dense, "cpu", 64)
+    found = re.search(r"--batch-size 64: .* use --batch-size (\d+)$", str(caught.value))
+    assert found is not None
+    preflight.check_memory(recipe, dense, "cpu", int(found[1]))
+
+
+def test_out_of_memory_is_recognised_and_names_the_knob() -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        torch.empty(2**46, dtype=torch.float64)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert "try --batch-size 4" in str(out_of_memory(8, "calibrate.sequence_length"))
+    assert "lower calibrate.sequence_length" in str(out_of_memory(1, "calibrate.sequence_length"))
