@@ -195,10 +195,14 @@ def read_json(path: Path) -> Any:
 
 def write_tensors(path: Path, tensors: "dict[str, torch.Tensor]", meta: dict[str, Any]) -> None:
     """Write `tensors` as safetensors with `meta` as JSON in its header, atomically."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     text = {"kvprune": json.dumps(meta, ensure_ascii=False)}
-    write_atomic(path, lambda temporary: save_file(tensors, temporary, metadata=text))
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(save(tensors, metadata=text))
+
+    write_atomic(path, write)
 
 
 def read_tensors(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":

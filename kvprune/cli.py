@@ -105,7 +105,16 @@ def _positive(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 for an error of ours, 2 for usage, 130 when interrupted."""
     arguments = parser().parse_args(argv)
-    _set_up_output(arguments)
+    handler = _set_up_output(arguments)
+    try:
+        return _answer(arguments)
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    """Do what was asked and print it, or the error in one line."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up as Ctrl-C does
     try:
@@ -145,7 +154,7 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-def _set_up_output(arguments: argparse.Namespace) -> None:
+def _set_up_output(arguments: argparse.Namespace) -> logging.Handler:
     """Our log on stderr; the libraries' only on request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -157,6 +166,7 @@ def _set_up_output(arguments: argparse.Namespace) -> None:
     if arguments.quiet or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours become lines
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return handler
 
 
 def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
@@ -210,7 +220,8 @@ def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
     requested = ", ".join(f"{key} {value}" for key, value in made.budget.items())
     end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune export {arguments.folder}"
     return (
-        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; requested {requested}\n"
+        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; requested {requested}, "
+        f"in multiples of round_to {made.provenance['recipe']['plan']['round_to']}\n"
         f"{budget_table(asdict(made.before), asdict(made.after))}\n{end}"
     )
 

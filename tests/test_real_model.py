@@ -42,6 +42,9 @@ def test_quickstart_with_fewer_tokens(tmp_path: Path, capsys: pytest.CaptureFixt
     for part in ("dequantised from SmolLM2-135M-Instruct.Q4_1.gguf", "parameters", "134,515,008", "prefill tokens/s"):
         assert part in out
     assert f'from_pretrained("{run / "model"}")' in out
+    results = json.loads((run / "eval" / "results.json").read_text())
+    dense, slim = (results[name]["tasks"]["builtin"]["token_perplexity"] for name in ("dense", "slim"))
+    assert dense < slim < 2.5 * dense
     plan = read_plan(run / "plan.json")
     assert {ffn.width for ffn in plan.ffns} == {1280}
     assert plan.after.total_params == 134_515_008 - 30 * 256 * 3 * 576

@@ -203,8 +203,7 @@ def _gguf(name: str, file: Path, title: str, pinned: dict[str, Any]) -> ModelSou
             raise KvpruneError(
                 f"model: {name}: not a GGUF file; name a folder of safetensors, a .gguf file or a Hub id"
             )
-    stat = file.stat()
-    identity = f"{file.name} {stat.st_size} {stat.st_mtime_ns}"
+    identity = json.dumps(pinned, sort_keys=True)
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not (folder / "config.json").is_file():
         _dequantise(file, folder)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -139,24 +140,27 @@ def _settings(judge: Judge, task: str) -> dict[str, Any]:
 def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
     section = judge.section
     with _quiet():
-        import lm_eval
+        import lm_eval.evaluator
         from lm_eval.models.huggingface import HFLM
 
         wrapped = HFLM(
             pretrained=model, tokenizer=judge.tokenizer, batch_size=judge.batch_size, max_length=section.max_length
         )
+        # It asks git for the commit of the user's working folder, and git says "fatal" where there is none.
+        no_git = mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None)
         try:
-            output = lm_eval.simple_evaluate(
-                model=wrapped,
-                tasks=[_lm_eval_name(task)],
-                task_manager=judge.manager,
-                limit=section.limit,
-                num_fewshot=section.num_fewshot,
-                bootstrap_iters=section.bootstrap_iters,
-                apply_chat_template=section.apply_chat_template,
-                system_instruction=section.system_instruction,
-                log_samples=True,
-            )
+            with no_git:
+                output = lm_eval.simple_evaluate(
+                    model=wrapped,
+                    tasks=[_lm_eval_name(task)],
+                    task_manager=judge.manager,
+                    limit=section.limit,
+                    num_fewshot=section.num_fewshot,
+                    bootstrap_iters=section.bootstrap_iters,
+                    apply_chat_template=section.apply_chat_template,
+                    system_instruction=section.system_instruction,
+                    log_samples=True,
+                )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory(judge.batch_size, "evaluate.max_length") from None
@@ -197,6 +201,7 @@ def prefill_speeds(models: dict[str, Any], config: Any) -> dict[str, float]:
     The models run in turn; the median of each.
     """
     count = min(PREFILL_TOKENS, getattr(config, "max_position_embeddings", None) or PREFILL_TOKENS)
+    log.info("measuring prefill: %d rounds of %d tokens, in turn", PREFILL_ROUNDS, count)
     tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(PREFILL_ROUNDS + 1):
