@@ -123,7 +123,10 @@ def test_a_pinned_commit_that_is_gone_is_named(hub: Hub, open_hub: OpenHub) -> N
 
 
 def test_a_missing_repository_is_named(hub: Hub, open_hub: OpenHub) -> None:
-    expected = "model: org/other is not on the Hub (or private: set HF_TOKEN), and no folder of that name is here"
+    expected = (
+        "model: org/other is not on the Hub, or private (see https://huggingface.co/org/other and set HF_TOKEN), "
+        "and no folder of that name is here"
+    )
     assert open_hub(hub, "org/other") == {"error": expected}
 
 

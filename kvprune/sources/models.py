@@ -283,7 +283,8 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
         ) from None
     except RepositoryNotFoundError:
         raise KvpruneError(
-            f"model: {repo} is not on the Hub (or private: set HF_TOKEN), and no folder of that name is here"
+            f"model: {repo} is not on the Hub, or private (see https://huggingface.co/{repo} and set HF_TOKEN), "
+            "and no folder of that name is here"
         ) from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         raise KvpruneError(
