@@ -70,6 +70,20 @@ class Size:
     bytes: int
 
 
+# What people read for each unit of `Size`.
+UNITS = {
+    "slots": "FFN slots",
+    "ffn_params": "FFN parameters",
+    "total_params": "parameters",
+    "bytes": "bytes of weights",
+}
+
+
+def budget_words(budget: dict[str, Any]) -> str:
+    """A requested budget, "keep 0.8", as it is told wherever it is told."""
+    return ", ".join(f"{unit} {value}" for unit, value in budget.items() if value is not None)
+
+
 @dataclass(frozen=True)
 class FfnPlan:
     """Which slots of one FFN stay: `kept` is sorted; `guarded` and `protected` are among them."""

@@ -5,6 +5,8 @@ from typing import Any
 
 import yaml
 
+from kvprune.artifacts import UNITS, budget_words
+
 
 def load_command(folder: str, trust_remote_code: bool = False) -> str:
     """The Python lines that load a checkpoint folder with stock transformers."""
@@ -28,12 +30,9 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
     widths = f"{about['ffns'][0]['width_before']} → {len(about['ffns'][0]['kept'])}"
     origin = model["title"] + (f" at commit {model['commit']}" if model["commit"] else "")
     note = f" (dense here is {model['note']})" if model["note"] else ""
-    rows = [
-        ("FFN slots", "slots"), ("FFN parameters", "ffn_params"),
-        ("parameters", "total_params"), ("bytes of weights", "bytes"),
-    ]  # fmt: skip
     table = "\n".join(
-        f"| {label} | {before[key]:,} | {after[key]:,} | {after[key] / before[key]:.1%} |" for label, key in rows
+        f"| {label} | {before[key]:,} | {after[key]:,} | {after[key] / before[key]:.1%} |"
+        for key, label in UNITS.items()
     )
     verified = about["verified"]
     proof = (
@@ -54,7 +53,7 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
 |---|---:|---:|---:|
 {table}
 
-Requested budget: {", ".join(f"{key} {value}" for key, value in budget["requested"].items())}.
+Requested budget: {budget_words(budget["requested"])}.
 Verified at export: {verified["tensors"]} tensors equal the expected slices bit for bit, and {proof}.
 
 ## Load

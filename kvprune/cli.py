@@ -197,7 +197,7 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
         case "run":
             assert recipe is not None
             results = pipeline.run(recipe, arguments.output, options=options)
-            return results, _results_text(results, arguments.output)
+            return results, _results_text(results, arguments.output, arguments.trust_remote_code)
         case "calibrate":
             assert recipe is not None
             stats = pipeline.calibrate(recipe, arguments.output, options=options)
@@ -210,28 +210,28 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
             return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
         case _:
             results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
-            return results, _results_text(results, arguments.folder)
+            return results, _results_text(results, arguments.folder, arguments.trust_remote_code)
 
 
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
+    from kvprune.artifacts import budget_words
     from kvprune.results.table import budget_table
 
-    ffn = made.ffns[0]
-    requested = ", ".join(f"{key} {value}" for key, value in made.budget.items())
+    ffn, round_to = made.ffns[0], made.provenance["recipe"]["plan"]["round_to"]
     end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune export {arguments.folder}"
     return (
-        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; requested {requested}, "
-        f"in multiples of round_to {made.provenance['recipe']['plan']['round_to']}\n"
+        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; "
+        f"requested {budget_words(made.budget)}, in multiples of round_to {round_to}\n"
         f"{budget_table(asdict(made.before), asdict(made.after))}\n{end}"
     )
 
 
-def _results_text(results: dict[str, Any], run: str) -> str:
+def _results_text(results: dict[str, Any], run: str, trust_remote_code: bool) -> str:
     from kvprune.card import load_command
     from kvprune.results.table import results_table
 
     note = f" (dense is {results['model']['note']})" if results["model"]["note"] else ""
-    load = "\n".join(f"  {line}" for line in load_command(str(Path(run) / "model")).splitlines())
+    load = "\n".join(f"  {line}" for line in load_command(str(Path(run) / "model"), trust_remote_code).splitlines())
     return f"{results['model']['title']}{note}\n\n{results_table(results)}\n\nload it with:\n{load}"
 
 

@@ -175,7 +175,7 @@ def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
 
 def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     """Open the model, and check all that can be checked before minutes are spent."""
-    pick_device(options.device)
+    device = pick_device(options.device)
     for source in recipe.calibrate.text:
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
@@ -191,7 +191,7 @@ def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     if states["export"].status != "current":
         preflight.check_disk(place.path, after.bytes)
     if states["calibrate"].status != "current":
-        preflight.check_memory(recipe, dense, pick_device(options.device), options.batch_size)
+        preflight.check_memory(recipe, dense, device, options.batch_size)
     return dense
 
 
@@ -275,11 +275,10 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     }
     tasks: dict[str, Any] = {}
     # One model at a time while judging; both only for the speeds, which are measured in turn.
-    models = {"dense": _load(dense, recipe, options)}
-    device = str(models["dense"].device)
-    tasks["dense"] = evaluating.judge_dense(
-        judge, models.pop("dense"), recipe.model, dense.source.fingerprint, place.eval
-    )
+    model = _load(dense, recipe, options)
+    device = str(model.device)
+    tasks["dense"] = evaluating.judge_dense(judge, model, recipe.model, dense.source.fingerprint, place.eval)
+    del model
     slim, _ = load_model(place.model, dtype=recipe.dtype, device=device, trust_remote_code=options.trust_remote_code)
     tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
     speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)

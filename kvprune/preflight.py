@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from kvprune.artifacts import Size
+from kvprune.artifacts import UNITS, Size, budget_words
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.progress import log
@@ -24,18 +24,13 @@ def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size) -> None
     """Log the FFNs found, parameters in and out of them, and what the budget means in each unit."""
     layout = dense.layout
     width = after.slots // len(layout.ffns)
-    requested = ", ".join(f"{key} {value}" for key, value in recipe.plan.budget.model_dump(exclude_none=True).items())
+    requested = budget_words(recipe.plan.budget.model_dump())
     kind = "gated" if len(layout.ffns[0].keys) == 2 else "plain"
     outside = before.total_params - before.ffn_params
     log.info("%s: %d %s FFNs of width %d", dense.source.title, len(layout.ffns), kind, layout.width)
     log.info("parameters: %s in FFNs, %s outside", f"{before.ffn_params:,}", f"{outside:,}")
     log.info("budget %s, round_to %d: width %d -> %d", requested, recipe.plan.round_to, layout.width, width)
-    for label, key in (
-        ("slots", "slots"),
-        ("FFN parameters", "ffn_params"),
-        ("parameters", "total_params"),
-        ("bytes", "bytes"),
-    ):
+    for key, label in UNITS.items():
         old, new = getattr(before, key), getattr(after, key)
         log.info("  %s %s -> %s (%.1f %%)", label, f"{old:,}", f"{new:,}", 100 * new / old)
     if width == layout.width and recipe.plan.budget.keep != 1:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvprune.artifacts import RunFolder, read_json, read_plan
+from kvprune.artifacts import RunFolder, budget_words, read_json, read_plan
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
 from kvprune.recipe import Recipe, dump_recipe
@@ -87,7 +87,7 @@ def render(about: dict[str, Any]) -> str:
     if "plan" in about:
         plan = about["plan"]
         layer = plan["layers"][0]
-        requested = ", ".join(f"{key} {value}" for key, value in plan["budget"].items())
+        requested = budget_words(plan["budget"])
         guarded = sum(len(item["guarded"]) for item in plan["layers"])
         parts += [
             "",

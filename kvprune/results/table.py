@@ -2,12 +2,7 @@
 
 from typing import Any
 
-UNITS = {
-    "slots": "FFN slots",
-    "ffn_params": "FFN parameters",
-    "total_params": "parameters",
-    "bytes": "bytes of weights",
-}
+from kvprune.artifacts import UNITS
 
 
 def grid(rows: list[list[str]]) -> str:

@@ -216,9 +216,7 @@ def verify(dense: Dense, plan: Plan, cuts: dict[str, Cut], folder: Path) -> Veri
         if info[kind]:
             first = sorted(map(str, info[kind]))[:3]
             raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {first}")
-    with torch.inference_mode():
-        logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
-    distance = float((logits - expected).abs().max() / expected.abs().max())
+    distance = float((_logits(model) - expected).abs().max() / expected.abs().max())
     if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
             f"export: the slim model's logits differ from the masked dense model's by {distance:.1e} of the largest, "
@@ -240,18 +238,20 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path) -> None:
         raise KvpruneError(f"export: the slim config and weights do not fit each other: {(wrong or ['names'])[0]}")
 
 
-def _probe_tokens(config: Any) -> Tensor:
+@torch.inference_mode()
+def _logits(model: Any) -> Tensor:
+    """Logits `[1, LOGIT_TOKENS, vocabulary]` on tokens that are the same for every model of this vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
+    tokens = torch.randint(0, model.config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits
 
 
 def _masked_logits(dense: Dense, plan: Plan) -> tuple[Tensor, set[str]]:
     """The dense model's float32 logits with the coefficients of removed slots set to zero, and keys that it ignores."""
     model, info = dense.load_with_report("float32", "cpu")
     mask_slots(model, dense.layout, plan)
-    with torch.inference_mode():
-        logits: Tensor = model(_probe_tokens(model.config), use_cache=False).logits
-    return logits, set(info["unexpected_keys"])
+    return _logits(model), set(info["unexpected_keys"])
 
 
 def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
