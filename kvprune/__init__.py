@@ -14,28 +14,30 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvprune.artifacts import Plan as Plan
     from kvprune.errors import KvpruneError as KvpruneError
-    from kvprune.pipeline import Options as Options
+    from kvprune.options import Options as Options
     from kvprune.pipeline import calibrate as calibrate
     from kvprune.pipeline import evaluate as evaluate
     from kvprune.pipeline import export as export
     from kvprune.pipeline import plan as plan
+    from kvprune.pipeline import refit as refit
     from kvprune.pipeline import run as run
     from kvprune.pipeline import show as show
-    from kvprune.recipe import Recipe as Recipe
     from kvprune.recipe import load_recipe as load_recipe
     from kvprune.recipe import make_recipe as make_recipe
+    from kvprune.schema import Recipe as Recipe
 
 _HOMES = {
     "Plan": "artifacts",
     "KvpruneError": "errors",
-    "Options": "pipeline",
+    "Options": "options",
     "run": "pipeline",
     "calibrate": "pipeline",
     "plan": "pipeline",
+    "refit": "pipeline",
     "export": "pipeline",
     "evaluate": "pipeline",
     "show": "pipeline",
-    "Recipe": "recipe",
+    "Recipe": "schema",
     "load_recipe": "recipe",
     "make_recipe": "recipe",
 }

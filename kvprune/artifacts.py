@@ -40,12 +40,21 @@ class RunFolder:
         return self.path / "stats.partial.safetensors"
 
     @property
+    def walk(self) -> Path:
+        """What a calibration or a refit that is under way keeps of its finished layers."""
+        return self.path / ".walk"
+
+    @property
     def samples(self) -> Path:
         return self.path / "self_samples.json"
 
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def values(self) -> Path:
+        return self.path / "values.safetensors"
 
     @property
     def model(self) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvprune import __version__
 from kvprune.errors import KvpruneError
+from kvprune.ranks import launched
 
 log = logging.getLogger("kvprune")
 DEFAULT_BATCH = 8
@@ -24,14 +25,16 @@ EXAMPLES = {
     "run": "kvprune run recipes/quickstart.yaml -o runs/quickstart --set plan.budget.keep=0.7",
     "calibrate": "kvprune calibrate recipes/quickstart.yaml -o runs/quickstart",
     "plan": "kvprune plan runs/quickstart --dry-run --set plan.budget.bytes=200MiB",
+    "refit": "kvprune refit runs/quickstart --set refit.method=sequential",
     "export": "kvprune export runs/quickstart",
     "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
     "show": "kvprune show runs/quickstart",
 }
 ABOUT = {
-    "run": "all stages in order: calibrate, plan, export, evaluate; what is done and current is not redone",
+    "run": "all stages in order: calibrate, plan, refit, export, evaluate; what is done and current is not redone",
     "calibrate": "count how the slots of the recipe's model fire",
     "plan": "decide which slots stay, from the counts",
+    "refit": "make the kept values up for the removed slots, layer by layer",
     "export": "write the slim checkpoint and verify it",
     "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
     "show": "print what a run is: recipe, stages, budget, firing, results",
@@ -56,6 +59,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="sequences at once (default: 8); lower it when memory runs out",
     )
+    walk = argparse.ArgumentParser(add_help=False)
+    walk.add_argument(
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help="beyond it hidden states go to disk, as 4GiB (default: what is free)",
+    )
+    walk.add_argument("--hidden-cache", metavar="DIR", help="where hidden states go (default: in the run folder)")
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     change = argparse.ArgumentParser(add_help=False)
@@ -81,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         )  # fmt: skip
 
     for name in ("run", "calibrate"):
-        made = verb(name, where, trust, change)
+        made = verb(name, where, walk, trust, change)
         made.add_argument(
             "recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune"
         )
@@ -90,7 +101,13 @@ def parser() -> argparse.ArgumentParser:
         )
     planning = verb("plan", trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
-    for made in (planning, verb("export", trust), verb("evaluate", where, trust, change), verb("show")):
+    for made in (
+        planning,
+        verb("refit", where, walk, trust, change),
+        verb("export", trust),
+        verb("evaluate", where, trust, change),
+        verb("show"),
+    ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
     return top
 
@@ -100,6 +117,15 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"should be 1 or more, got {value}")
     return value
+
+
+def _size(text: str) -> int:
+    from kvprune.sizes import BYTE_UNITS, parse_size
+
+    try:
+        return parse_size(text, BYTE_UNITS)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, as 4GiB") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,7 +167,8 @@ def _answer(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else text)
+    if launched().first:
+        print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else text)
     return 0
 
 
@@ -161,6 +188,8 @@ def _set_up_output(arguments: argparse.Namespace) -> logging.Handler:
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.WARNING if arguments.quiet else logging.DEBUG if arguments.verbose else logging.INFO)
+    if not launched().first:
+        log.setLevel(logging.ERROR)  # one process tells
     if not arguments.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if arguments.quiet or not sys.stderr.isatty():
@@ -179,6 +208,7 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     from transformers.utils import logging as transformers_logging
 
     from kvprune import pipeline
+    from kvprune.options import Options
     from kvprune.results.show import render
 
     if not arguments.verbose:
@@ -188,10 +218,12 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     if arguments.verb == "show":
         about = pipeline.show(arguments.folder)
         return about, render(about)
-    options = pipeline.Options(
+    options = Options(
         getattr(arguments, "device", "auto"),
         getattr(arguments, "batch_size", DEFAULT_BATCH),
         arguments.trust_remote_code,
+        getattr(arguments, "memory", None),
+        getattr(arguments, "hidden_cache", None),
     )
     match arguments.verb:
         case "run":
@@ -202,15 +234,29 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
             assert recipe is not None
             stats = pipeline.calibrate(recipe, arguments.output, options=options)
             return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
+        case "evaluate":
+            results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
+            return results, _results_text(results, arguments.folder, arguments.trust_remote_code)
+        case _:
+            return _stage(arguments, options)
+
+
+def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
+    """One of the stages between the calibration and the judgement."""
+    from kvprune import pipeline
+    from kvprune.results.table import refit_table
+
+    match arguments.verb:
         case "plan":
             made = pipeline.plan(arguments.folder, overrides=arguments.set, dry_run=arguments.dry_run, options=options)
             return asdict(made), _plan_text(made, arguments)
-        case "export":
+        case "refit":
+            found = pipeline.refit(arguments.folder, overrides=arguments.set, options=options)
+            what = refit_table(found["layers"]) if found["layers"] else "refit.method is none: values stay as they are"
+            return found, f"{what}\nnext: kvprune export {arguments.folder}"
+        case _:
             folder = pipeline.export(arguments.folder, options=options)
             return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
-        case _:
-            results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
-            return results, _results_text(results, arguments.folder, arguments.trust_remote_code)
 
 
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:

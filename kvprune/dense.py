@@ -1,12 +1,19 @@
 """The dense model, as far as it is known without loading weights: source, config, FFNs, and where tensors lie."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint, model_names, open_checkpoint
 from kvprune.ffn.layout import Layout, find_layout, meta_model
-from kvprune.sources.models import ModelSource, load_config, load_model, open_model
+from kvprune.ffn.walk import Setup, Walker, check_calls, open_walker, reader
+from kvprune.sources.models import ModelSource, fingerprint, load_config, load_model, open_model
+
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,73 @@ class Dense:
     names: dict[str, str]
     trust_remote_code: bool
 
+    def run_dtype(self, dtype: str, device: str) -> str:
+        """The type that the model is run in, for the recipe's `dtype`: auto is the stored one.
+
+        float16 becomes float32 on a CPU, which has few kernels for it; the weights lose nothing by that.
+        """
+        if dtype == "auto":
+            stored = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
+            kinds = (STORED[entry.dtype] for entry in self.checkpoint.tensors.values() if entry.dtype in STORED)
+            dtype = stored if stored in STORED.values() else next(kinds, "float32")
+        return "float32" if dtype == "float16" and device == "cpu" else dtype
+
+    def walker(self, setup: Setup, length: int) -> Walker:
+        """The model, to be walked layer by layer over sequences of `length`.
+
+        Raises CannotWalkError, with the reason, where it cannot be.
+        """
+        walker = open_walker(
+            self.config,
+            self.layout.layers,
+            reader(self.checkpoint, self.names, setup.dtype, setup.device),
+            set(self.names),
+            setup,
+            trust_remote_code=self.trust_remote_code,
+        )
+        generator = torch.Generator().manual_seed(0)
+        check_calls(walker, torch.randint(0, self.config.vocab_size, (1, length), generator=generator))
+        return walker
+
+    def slim_walker(self, setup: Setup, kept: list[list[int]]) -> Walker:
+        """The model with only the `kept` slots of each FFN, all of one width, to be walked like the dense one."""
+        config = copy.deepcopy(self.config)
+        setattr(config, self.layout.width_field, len(kept[0]))
+        whole = reader(self.checkpoint, self.names, setup.dtype, setup.device)
+        cuts = {
+            name: (axis, torch.tensor(slots, device=setup.device))
+            for ffn, slots in zip(self.layout.ffns, kept, strict=True)
+            for name, axis in ffn.cuts().items()
+        }
+
+        def read(name: str) -> Tensor:
+            return whole(name).index_select(*cuts[name]) if name in cuts else whole(name)
+
+        known = set(self.names)
+        return open_walker(config, self.layout.layers, read, known, setup, trust_remote_code=self.trust_remote_code)
+
+    def stored_dtype(self) -> torch.dtype:
+        """The type that value matrices have on disk. Raises KvpruneError where they are not all of one float type."""
+        kinds = {self.checkpoint.tensors[self.names[f"{ffn.value.name}.weight"]].dtype for ffn in self.layout.ffns}
+        if len(kinds) > 1 or not kinds <= STORED.keys():
+            raise KvpruneError(
+                f"{self.source.title}: value matrices are stored as {', '.join(sorted(kinds))}, and refitted ones can "
+                f"be {', '.join(STORED)}; set refit.method: none"
+            )
+        kind: torch.dtype = getattr(torch, STORED[kinds.pop()])
+        return kind
+
+    def stored_as(self, dtype: str) -> bool:
+        """Whether any tensor on disk is of this type."""
+        return any(STORED.get(entry.dtype) == dtype for entry in self.checkpoint.tensors.values())
+
+    def check_unchanged(self) -> None:
+        """Raise KvpruneError where the model's files are others than when it was opened."""
+        if fingerprint(self.source.name, self.source.commit) != self.source.fingerprint:
+            raise KvpruneError(
+                f"{self.source.title}: its files have changed while they were read; run the same command again"
+            )
+
     def load(self, dtype: str, device: str) -> Any:
         """Load the model itself. Raises KvpruneError where its weight files do not hold all of it."""
         return self.load_with_report(dtype, device)[0]
@@ -28,7 +102,7 @@ class Dense:
         """Load the model, with transformers' report of the keys."""
         model, info = load_model(
             self.source.folder,
-            dtype=dtype,
+            dtype=self.run_dtype(dtype, device),
             device=device,
             title=self.source.title,
             trust_remote_code=self.trust_remote_code,

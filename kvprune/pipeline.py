@@ -1,8 +1,11 @@
 """The order of the stages, and what each verb does to a run folder. The command line calls nothing else."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from kvprune import preflight
 from kvprune.artifacts import (
@@ -14,6 +17,7 @@ from kvprune.artifacts import (
     read_json,
     read_meta,
     read_plan,
+    read_tensors,
     write_json,
     write_plan,
     write_text,
@@ -22,34 +26,24 @@ from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.ffn.stats import read_stats
+from kvprune.ffn.walk import Setup
+from kvprune.options import DEFAULT, Options, prepare
 from kvprune.progress import log
-from kvprune.recipe import Recipe, dump_recipe, load_recipe, stage_recipe
+from kvprune.ranks import ALONE, Ranks, joined, launched
+from kvprune.recipe import dump_recipe, load_recipe, stage_recipe
 from kvprune.results.show import describe
-from kvprune.sources.models import fingerprint, load_model, load_tokenizer, pick_device
+from kvprune.results.table import refit_table
+from kvprune.schema import Recipe
+from kvprune.sources.models import fingerprint, load_model, load_tokenizer
 from kvprune.sources.samples import self_samples
 from kvprune.sources.tasks import task_fingerprint
-from kvprune.sources.texts import check_text, self_share, sequences
+from kvprune.sources.texts import check_text, self_share, sequences, token_digest
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.stages import export as exporting
 from kvprune.stages import plan as planning
+from kvprune.stages import refit as refitting
 from kvprune.staleness import STAGES, stage_states
-
-
-@dataclass(frozen=True)
-class Options:
-    """Where and how a run runs. What changes the result is in the recipe."""
-
-    device: str = "auto"
-    batch_size: int = 8
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise KvpruneError(f"batch_size should be 1 or more, got {self.batch_size}")
-
-
-DEFAULT = Options()
 
 
 def run(
@@ -59,12 +53,14 @@ def run(
 
     Returns the results, dense against slim. Raises KvpruneError.
     """
+    _alone("run")
     recipe, place = _begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
     dense = _open(recipe, place, options)
     with locked(place):
-        _calibrate(recipe, place, dense, options)
+        _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense)
+        _refit(recipe, place, dense, options, ALONE)
         _export(recipe, place, dense)
         return _evaluate(recipe, place, dense, options)
 
@@ -72,11 +68,14 @@ def run(
 def calibrate(
     recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT
 ) -> Path:
-    """Count how the slots of a recipe's model fire, into a run folder. Returns the path of the statistics."""
+    """Count how the slots of a recipe's model fire, into a run folder. Returns the path of the statistics.
+
+    Under torchrun every process counts its share.
+    """
     recipe, place = _begin(recipe, folder, overrides)
     dense = _open(recipe, place, options)
-    with locked(place):
-        _calibrate(recipe, place, dense, options)
+    with joined(options.own_device()) as ranks, _writing(place, ranks):
+        _calibrate(recipe, place, dense, options, ranks)
     return place.stats
 
 
@@ -84,6 +83,7 @@ def plan(
     folder: str | Path, *, overrides: list[str] | None = None, dry_run: bool = False, options: Options = DEFAULT
 ) -> Plan:
     """Decide which slots of a calibrated run stay. With `dry_run` nothing is written."""
+    _alone("plan")
     recipe, place = _continue(folder, overrides, "plan")
     _need(place, recipe, "plan")
     dense = _open(recipe, place, options)
@@ -93,8 +93,21 @@ def plan(
         return _plan(recipe, place, dense)
 
 
+def refit(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
+    """Make the kept values of a planned run up for the removed slots. Returns what is known of each layer.
+
+    Under torchrun every process sums its share.
+    """
+    recipe, place = _continue(folder, overrides, "refit")
+    _need(place, recipe, "refit")
+    dense = _open(recipe, place, options)
+    with joined(options.own_device()) as ranks, _writing(place, ranks):
+        return _refit(recipe, place, dense, options, ranks)
+
+
 def export(folder: str | Path, *, options: Options = DEFAULT) -> Path:
     """Write and verify the slim checkpoint of a planned run. Returns its folder."""
+    _alone("export")
     recipe, place = _continue(folder, None, "export")
     _need(place, recipe, "export")
     dense = _open(recipe, place, options)
@@ -105,6 +118,7 @@ def export(folder: str | Path, *, options: Options = DEFAULT) -> Path:
 
 def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
     """Judge dense and slim of an exported run. Returns the results."""
+    _alone("evaluate")
     recipe, place = _continue(folder, overrides, "evaluate")
     _need(place, recipe, "evaluate")
     dense = _open(recipe, place, options)
@@ -116,6 +130,19 @@ def show(folder: str | Path) -> dict[str, Any]:
     """What a run folder holds, as plain data; `kvprune.results.show.render` makes text of it."""
     recipe, place = _continue(folder, None, "show")
     return describe(place, recipe, stage_states(place, recipe))
+
+
+def _alone(verb: str) -> None:
+    if launched().count > 1:
+        raise KvpruneError(f"kvprune {verb} is the work of one process; torchrun is for kvprune calibrate and refit")
+
+
+@contextmanager
+def _writing(place: RunFolder, ranks: Ranks) -> Iterator[None]:
+    """Lock the run folder, to which rank 0 alone writes, once every rank has read what it needs of it."""
+    ranks.all_true(True)
+    with locked(place) if ranks.first else nullcontext():
+        yield
 
 
 def _begin(recipe: str | Path | Recipe, folder: str | Path, overrides: list[str] | None) -> tuple[Recipe, RunFolder]:
@@ -175,7 +202,6 @@ def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
 
 def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
     """Open the model, and check all that can be checked before minutes are spent."""
-    device = pick_device(options.device)
     for source in recipe.calibrate.text:
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
@@ -190,8 +216,11 @@ def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
         preflight.tell_budget(recipe, dense, before, after)
     if states["export"].status != "current":
         preflight.check_disk(place.path, after.bytes)
-    if states["calibrate"].status != "current":
-        preflight.check_memory(recipe, dense, device, options.batch_size)
+    if recipe.refit.method != "none":
+        dense.stored_dtype()  # what refitted values must be written in
+    for stage in ("calibrate", "refit"):
+        if states[stage].status != "current":
+            prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense
 
 
@@ -199,31 +228,37 @@ def _save_recipe(place: RunFolder, recipe: Recipe) -> None:
     write_text(place.recipe, dump_recipe(recipe))
 
 
-def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> None:
-    if _current(place, recipe, "calibrate"):
-        _save_recipe(place, recipe)
+def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ranks: Ranks) -> None:
+    if ranks.data_of_first(_current(place, recipe, "calibrate") if ranks.first else None):
+        if ranks.first:
+            _save_recipe(place, recipe)
         return
+    setup, walker = prepare(recipe, dense, options, ranks, "calibrate")
+    tokens = ranks.tensor_of_first(_tokens(recipe, place, dense, setup, options) if ranks.first else None)
+    preflight.check_states(recipe, dense, setup, place.path, stage="calibrate")
+    calibrating.calibrate(recipe, dense, walker, tokens, place, setup)
+
+
+def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, options: Options) -> Tensor:
+    """The calibration tokens `[sequences, sequence_length]`; the model samples them where the recipe says so."""
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
-    section, model, samples = recipe.calibrate, None, None
+    section, samples = recipe.calibrate, None
+    _save_recipe(place, recipe)
     if count := self_share(section):
-        _save_recipe(place, recipe)
-        model = _load(dense, recipe, options)
-        about = {"model": dense.source.fingerprint, "dtype": str(model.dtype), "device": model.device.type}
+        dtype = str(setup.dtype).removeprefix("torch.")
         samples = self_samples(
-            model,
+            lambda: _load(dense, recipe, options),
             tokenizer,
+            vocabulary=dense.config.vocab_size,
             count=count,
             length=section.sequence_length,
             seed=section.seed,
-            about=about,
+            about={"model": dense.source.fingerprint, "dtype": dtype, "device": setup.device.partition(":")[0]},
             file=place.samples,
         )
     tokens = sequences(section, tokenizer, samples)
     _check_tokens(tokens, dense.config)
-    _save_recipe(place, recipe)
-    model = model or _load(dense, recipe, options)
-    preflight.tell_time(dense, model, tokens, section.skip_first)
-    calibrating.calibrate(recipe, dense, model, tokens, place, batch_size=options.batch_size)
+    return tokens
 
 
 def _check_tokens(tokens: Any, config: Any) -> None:
@@ -237,7 +272,7 @@ def _check_tokens(tokens: Any, config: Any) -> None:
 
 
 def _load(dense: Dense, recipe: Recipe, options: Options) -> Any:
-    device = pick_device(options.device)
+    device = options.own_device()
     log.info("loading %s on %s", dense.source.title, device)
     return dense.load(recipe.dtype, device)
 
@@ -256,10 +291,39 @@ def _plan(recipe: Recipe, place: RunFolder, dense: Dense) -> Plan:
     return made
 
 
+def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ranks: Ranks) -> dict[str, Any]:
+    if recipe.refit.method == "none":
+        if ranks.first:
+            _save_recipe(place, recipe)
+        return {"layers": []}
+    if not ranks.data_of_first(_current(place, recipe, "refit") if ranks.first else None):
+        setup, walker = prepare(recipe, dense, options, ranks, "refit")
+        assert walker is not None
+        tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
+        preflight.check_states(recipe, dense, setup, place.path, stage="refit")
+        refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup)
+        if ranks.first:
+            log.info("%s", refit_table(read_meta(place.values)["layers"]))
+    found: dict[str, Any] = ranks.data_of_first(read_meta(place.values) if ranks.first else None)
+    return found
+
+
+def _same_tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, options: Options) -> Tensor:
+    """The tokens that were counted; refuses a text that gives others by now."""
+    tokens = _tokens(recipe, place, dense, setup, options)
+    if token_digest(tokens) != read_meta(place.stats)["inputs"]["tokens"]:
+        raise StaleError(
+            f"{place.path}: calibrate.text gives other tokens now than were counted; "
+            f"run: kvprune calibrate {place.recipe} -o {place.path}"
+        )
+    return tokens
+
+
 def _export(recipe: Recipe, place: RunFolder, dense: Dense) -> None:
     if _current(place, recipe, "export"):
         return
-    verified = exporting.export(recipe, dense, read_plan(place.plan), place)
+    values = read_tensors(place.values) if recipe.refit.method != "none" else None
+    verified = exporting.export(recipe, dense, read_plan(place.plan), values, place)
     log.info("export: %s: %d tensors verified; %s", place.model, verified.tensors, verified.loads)
 
 
@@ -279,7 +343,8 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     device = str(model.device)
     tasks["dense"] = evaluating.judge_dense(judge, model, recipe.model, dense.source.fingerprint, place.eval)
     del model
-    slim, _ = load_model(place.model, dtype=recipe.dtype, device=device, trust_remote_code=options.trust_remote_code)
+    dtype = dense.run_dtype(recipe.dtype, device)
+    slim, _ = load_model(place.model, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
     speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)
     plan = read_plan(place.plan)

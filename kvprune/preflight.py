@@ -1,22 +1,21 @@
 """What a run will need and give, told before minutes are spent; and refused where it cannot end well."""
 
+import math
 import shutil
-import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from kvprune.artifacts import UNITS, Size, budget_words
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
+from kvprune.ffn.gram import solving_type
+from kvprune.ffn.walk import Setup
 from kvprune.progress import log
-from kvprune.recipe import Recipe
-from kvprune.stages.calibrate import count_batch, empty
+from kvprune.schema import Recipe
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATS_BYTES_PER_SLOT = 33 * 8 + 4 * 8 + 3 * 4  # histogram, float64 sums, float32 maximum and norms
 
 
@@ -37,30 +36,95 @@ def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size) -> None
         log.warning("plan: the budget removes nothing with round_to %d; lower round_to", recipe.plan.round_to)
 
 
-def check_memory(recipe: Recipe, dense: Dense, device: str, batch_size: int) -> None:
-    """Log what the calibration needs of memory. Raises KvpruneError where the weights alone do not fit.
+@dataclass(frozen=True)
+class Need:
+    """Bytes of memory that a stage takes, by part."""
 
-    An estimate: weights, statistics, and for a batch the widest of a layer's tensors.
-    """
+    weights: int  # of one layer of each model that is walked, or of the whole model
+    batch: int  # the widest of a layer's tensors
+    sums: int  # statistics and Gram matrices of one layer
+    hidden: int  # hidden states of all sequences of this process, which may also be on disk
+
+    @property
+    def least(self) -> int:
+        return self.weights + self.batch + self.sums
+
+
+def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool) -> Need:
+    """What `stage` (calibrate, refit) takes, an estimate; with `whole`, by forwards of the whole model."""
     section, layout = recipe.calibrate, dense.layout
-    size = BYTES[_dtype(recipe, dense)]
-    weights = dense.layout.total_params * size
-    stats = sum(ffn.width for ffn in layout.ffns) * STATS_BYTES_PER_SLOT
-    batch = batch_size * section.sequence_length * (4 * layout.width + 8 * layout.ffns[0].hidden) * size
-    free = _free(device)
-    parts = f"weights {_gib(weights)}, a batch of {batch_size} {_gib(batch)}"
-    log.info("memory on %s: about %s (%s); %s free", device, _gib(weights + stats + batch), parts, _gib(free))
-    if weights + stats > free:
+    size, width, hidden = setup.dtype.itemsize, layout.width, layout.ffns[0].hidden
+    layer = layout.layers[0] + "."
+    entries = [dense.checkpoint.tensors[disk] for name, disk in dense.names.items() if name.startswith(layer)]
+    weights = layout.total_params if whole else sum(math.prod(entry.shape) for entry in entries)
+    runs = 2 if stage == "refit" and recipe.refit.method == "sequential" else 1
+    gram = stage == "refit" or "gram" in section.collect
+    solving = solving_type(width).itemsize
+    counted = width * STATS_BYTES_PER_SLOT * (len(layout.ffns) if whole else 1)
+    sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
+    return Need(
+        weights=weights * size * (1 if whole else runs),
+        batch=min(setup.batch_size, sequences) * section.sequence_length * (4 * width + 8 * hidden) * size,
+        sums=(counted if stage == "calibrate" else 0)
+        + gram * width**2 * (4 * (2 if stage == "refit" else 1) + 3 * solving),
+        hidden=0 if whole else runs * sequences * section.sequence_length * hidden * size,
+    )
+
+
+def check_memory(
+    recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool, limit: int | None, tell: bool
+) -> bool:
+    """Whether hidden states fit in memory, beside the rest. With `tell`, logs what is needed.
+
+    `limit` is the user's, in bytes. Raises KvpruneError where not even one layer fits.
+    """
+    needed = need(recipe, dense, setup, stage=stage, whole=whole)
+    free = _free(setup.device)
+    allowed = min(limit or free, free)
+    in_memory = needed.least + needed.hidden <= allowed
+    model = "weights" if whole else "weights of a layer"
+    parts = (
+        f"{model} {_gib(needed.weights)}, a batch of {setup.batch_size} {_gib(needed.batch)}, sums {_gib(needed.sums)}"
+    )
+    where = "" if whole else f"; hidden states {_gib(needed.hidden)} {'in memory' if in_memory else 'on disk'}"
+    if tell:
+        log.info("memory on %s: about %s (%s)%s; %s free", setup.device, _gib(needed.least), parts, where, _gib(free))
+    if needed.least <= allowed:
+        return in_memory
+    what = f"--memory {_gib(limit)}" if limit and limit <= free else f"{dense.source.title}: memory on {setup.device}"
+    ways = ["raise --memory"] if limit and limit < free else []
+    left = allowed - needed.weights - needed.sums
+    fitting = int(setup.batch_size * left / needed.batch) if left > 0 else 0
+    if fitting:
+        ways.append(f"use --batch-size {fitting}")
+    elif left > 0:
+        ways.append("use a shorter calibrate.sequence_length")
+    ways += [] if fitting or left > 0 else ["use dtype: bfloat16, a smaller model, or a device with more memory"]
+    raise KvpruneError(
+        f"{what}: {'the model' if whole else 'one layer'} needs about {_gib(needed.least)} ({parts}), and "
+        f"{_gib(allowed)} are {'allowed' if limit and limit < free else 'free'}; {', or '.join(ways)}"
+    )
+
+
+def check_sampling(dense: Dense, setup: Setup) -> None:
+    """Raise KvpruneError where the whole model, which samples its own text, does not fit in memory."""
+    weights, free = dense.layout.total_params * setup.dtype.itemsize, _free(setup.device)
+    if weights > free:
         raise KvpruneError(
-            f"{dense.source.title}: its weights need {_gib(weights)} of memory on {device} and {_gib(free)} are free; "
-            "use dtype: bfloat16, a smaller model, or a device with more memory"
+            f"{dense.source.title}: to sample a text (self) its weights need {_gib(weights)} on {setup.device} "
+            f"and {_gib(free)} are free; use another calibrate.text, dtype: bfloat16, or a device with more memory"
         )
-    if weights + stats + batch > free:
-        fitting = int(batch_size * (free - weights - stats) / batch)
-        knob = f"--batch-size {fitting}" if fitting else "a shorter calibrate.sequence_length"
+
+
+def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage: str) -> None:
+    """Raise KvpruneError where the disk for hidden states has less than two or three times their size."""
+    wanted = need(recipe, dense, setup, stage=stage, whole=False).hidden * (2 if setup.in_memory else 3)
+    place = next(folder for folder in ((setup.cache or run).absolute(), *run.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if wanted > free:
         raise KvpruneError(
-            f"--batch-size {batch_size}: sequences of {section.sequence_length} tokens need about {_gib(batch)} beside "
-            f"the weights' {_gib(weights)}, and {_gib(free)} are free on {device}; use {knob}"
+            f"{place}: hidden states need {wanted:,} bytes on disk and {free:,} are free; make room, name another disk "
+            "with --hidden-cache, or lower calibrate.tokens"
         )
 
 
@@ -73,25 +137,6 @@ def check_disk(run: Path, needed: int) -> None:
         raise KvpruneError(
             f"{run}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk"
         )
-
-
-def tell_time(dense: Dense, model: Any, tokens: Tensor, skip_first: int) -> None:
-    """Log how long the counting of `tokens` `[sequences, sequence_length]` will take, from one timed sequence."""
-    stats = empty(model, dense.layout)
-    count_batch(model, dense.layout, stats, tokens[:1, :8], min(skip_first, 7))  # the first call is a slow one
-    started = time.perf_counter()
-    count_batch(model, dense.layout, stats, tokens[:1], skip_first)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    seconds = (time.perf_counter() - started) * len(tokens)
-    log.info("time: counting %s tokens takes about %.0f s", f"{tokens.numel():,}", seconds)
-
-
-def _dtype(recipe: Recipe, dense: Dense) -> str:
-    if recipe.dtype != "auto":
-        return recipe.dtype
-    stored = str(getattr(dense.config, "dtype", None)).removeprefix("torch.")
-    return stored if stored in BYTES else "float32"
 
 
 def _free(device: str) -> int:

@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -11,6 +12,7 @@ from tqdm import tqdm
 log = logging.getLogger("kvprune")
 
 T = TypeVar("T")
+Advance = Callable[[int], None]
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -19,23 +21,35 @@ def progress(items: Iterable[T], *, total: int, label: str, unit: str, per_item:
 
     `total` and `per_item` count in `unit`, so that the rate reads "tokens/s" and not "batches/s".
     """
+    with advancing(total=total, label=label, unit=unit) as advance:
+        for item in items:
+            yield item
+            advance(per_item)
+
+
+@contextmanager
+def advancing(*, total: int, label: str, unit: str) -> Iterator[Advance]:
+    """Give a function to call with each amount of `unit` that is done; never shows more than `total`."""
     if not log.isEnabledFor(logging.INFO):
-        yield from items
+        yield lambda _: None
     elif sys.stderr.isatty():
         with tqdm(total=total, desc=label, unit=f" {unit}", unit_scale=True, file=sys.stderr) as bar:
-            for item in items:
-                yield item
-                bar.update(min(per_item, total - int(bar.n)))
+
+            def advance(amount: int) -> None:
+                bar.update(min(amount, total - int(bar.n)))
+
+            yield advance
     else:
-        yield from _lines(items, total, label, unit, per_item)
+        yield _lines(total, label, unit)
 
 
-def _lines(items: Iterable[T], total: int, label: str, unit: str, per_item: int) -> Iterator[T]:
+def _lines(total: int, label: str, unit: str) -> Advance:
     started = printed = time.monotonic()
     done = 0
-    for item in items:
-        yield item
-        done = min(done + per_item, total)
+
+    def advance(amount: int) -> None:
+        nonlocal printed, done
+        done = min(done + amount, total)
         now = time.monotonic()
         if now - printed >= SECONDS_BETWEEN_LINES or done >= total:
             printed = now
@@ -51,3 +65,5 @@ def _lines(items: Iterable[T], total: int, label: str, unit: str, per_item: int)
                 unit,
                 left,
             )
+
+    return advance

@@ -6,12 +6,13 @@ from typing import Any
 
 from kvprune.artifacts import FORMAT_VERSION, RunFolder, digest, read_json, read_meta
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Recipe, stage_recipe
+from kvprune.recipe import stage_recipe
+from kvprune.schema import Recipe
 from kvprune.sources.models import fingerprint
 from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import text_fingerprint
 
-STAGES = ("calibrate", "plan", "export", "evaluate")
+STAGES = ("calibrate", "plan", "refit", "export", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,22 @@ def stage_states(run: RunFolder, recipe: Recipe) -> dict[str, StageState]:
 
 def artifact(run: RunFolder, stage: str) -> Path:
     """The file that tells that a stage is done."""
-    places = {"calibrate": run.stats, "plan": run.plan, "export": run.model / "kvprune.json", "evaluate": run.results}
-    return places[stage]
+    return {
+        "calibrate": run.stats,
+        "plan": run.plan,
+        "refit": run.values,
+        "export": run.model / "kvprune.json",
+        "evaluate": run.results,
+    }[stage]
 
 
 def _state(stage: str, run: RunFolder, recipe: Recipe, upstream: StageState | None) -> StageState:
     path = artifact(run, stage)
+    if stage == "refit" and recipe.refit.method == "none":
+        return StageState(stage, "current", "method none: values stay as they are")
     if not path.is_file():
         return StageState(stage, "missing")
-    found = read_meta(path) if stage == "calibrate" else read_json(path)
+    found = read_meta(path) if path.suffix == ".safetensors" else read_json(path)
     about = found.get("provenance", found)
     if about.get("version") != FORMAT_VERSION or "inputs" not in about:
         return StageState(stage, "stale", f"{path.name} was made by another version of kvprune")
@@ -81,14 +89,22 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
             return next(iter(changed), "")
         case "plan":
             return _other(run.stats, inputs["stats"])
+        case "refit":
+            return _other(run.plan, inputs["plan"])
         case "export":
-            return _other(run.plan, inputs["plan"]) or next(
-                (
-                    f"model/{name} is missing or has changed"
-                    for name, size in about["files"].items()
-                    if _size(run.model / name) != size
-                ),
-                "",
+            values = digest(run.values) if recipe.refit.method != "none" and run.values.is_file() else None
+            refitted = "" if inputs.get("values") == values else "the refitted values are others than it was made from"
+            return (
+                _other(run.plan, inputs["plan"])
+                or refitted
+                or next(
+                    (
+                        f"model/{name} is missing or has changed"
+                        for name, size in about["files"].items()
+                        if _size(run.model / name) != size
+                    ),
+                    "",
+                )
             )
         case _:
             weights = (

@@ -28,11 +28,11 @@ import torch
 from kvprune.artifacts import FfnPlan, Plan, Size, fsync
 from kvprune.dense import Dense, open_dense
 from kvprune.ffn.counting import make_counters
-from kvprune.recipe import Calibrate
+from kvprune.ffn.forwards import count_batch, empty
+from kvprune.schema import Calibrate
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.sources.texts import sequences
-from kvprune.stages.calibrate import count_batch, empty
-from kvprune.stages.export import carry_over, make_cuts, write_config, write_weights
+from kvprune.stages.export import carry_over, make_changes, write_config, write_weights
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -83,7 +83,7 @@ def half_plan(dense: Dense, share: float = 0.8) -> Plan:
 def export_only(dense: Dense, plan: Plan, target: Path) -> None:
     """What an export writes, without verification and digests."""
     target.mkdir()
-    write_weights(dense.checkpoint, make_cuts(dense, plan), target)
+    write_weights(dense.checkpoint, make_changes(dense, plan, {}), target)
     write_config(dense, plan, target)
     carry_over(dense, target)
 

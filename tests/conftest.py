@@ -12,6 +12,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvprune.dense import Dense
+from kvprune.ffn.walk import CannotWalkError
+
 WIDTH = 48
 HIDDEN = 32
 LAYERS = 2
@@ -108,6 +111,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     real = request.node.get_closest_marker("real") is not None
     base = Path(os.environ.get("KVPRUNE_TEST_CACHE") or tmp_path_factory.getbasetemp() / "cache")
     monkeypatch.setenv("KVPRUNE_CACHE", str(base if real else tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def cannot_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model is one that cannot be run layer by layer."""
+
+    def refuse(*_: Any) -> None:
+        raise CannotWalkError("its layers are shy")
+
+    monkeypatch.setattr(Dense, "walker", refuse)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvprune.ffn.counting import CHUNK_ELEMENTS, count, make_counters
+from kvprune.ffn.forwards import count_batch, empty
 from kvprune.ffn.layout import find_layout
 from kvprune.ffn.stats import (
     ADDED,
@@ -20,7 +21,6 @@ from kvprune.ffn.stats import (
     from_tensors,
     to_tensors,
 )
-from kvprune.stages.calibrate import count_batch, empty
 from tests.conftest import SHAPES, tiny_config, tiny_model
 
 SLOTS = 40

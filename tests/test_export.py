@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kvprune
 from kvprune.artifacts import RunFolder
 from kvprune.errors import KvpruneError
-from kvprune.ffn.checkpoint import INDEX, Cut, find_difference, open_checkpoint, write_cut_file
+from kvprune.ffn.checkpoint import INDEX, Change, Cut, find_difference, open_checkpoint, write_cut_file
 from kvprune.ffn.layout import find_layout
 from kvprune.recipe import make_recipe
 from kvprune.stages.export import mask_slots
@@ -175,7 +175,7 @@ def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     checkpoint, slim = open_checkpoint(dense), open_checkpoint(run.model)
     plan = kvprune.plan(run.path)
     layout = find_layout(tiny_config("llama"))
-    cuts = {
+    cuts: dict[str, Change] = {
         name: Cut(axis, np.array(item.kept))
         for ffn, item in zip(layout.ffns, plan.ffns, strict=True)
         for name, axis in ffn.cuts().items()
@@ -187,7 +187,7 @@ def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(entry.start + 11)
         file.write(bytes([byte[0] ^ 1]))
-    assert find_difference(checkpoint, cuts, slim) == f"{entry.name} is not the expected slice"
+    assert find_difference(checkpoint, cuts, slim) == f"{entry.name} is not what it should be"
 
 
 def test_every_dtype_is_cut_bit_for_bit(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_every_dtype_is_cut_bit_for_bit(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "note": "é"})
     checkpoint = open_checkpoint(tmp_path)
     slots = np.array([0, 3, 9])
-    cuts = {name: Cut(1, slots) for name in tensors}
+    cuts: dict[str, Change] = {name: Cut(1, slots) for name in tensors}
     write_cut_file(
         tmp_path / "model.safetensors", list(checkpoint.tensors.values()), cuts, tmp_path / "out.safetensors"
     )

@@ -13,8 +13,9 @@ import torch
 import kvprune
 from kvprune.artifacts import RunFolder, read_json
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Calibrate, TextSource, make_recipe
+from kvprune.recipe import make_recipe
 from kvprune.results.show import render
+from kvprune.schema import Calibrate, TextSource
 from kvprune.sources import samples
 from kvprune.sources.samples import BATCH, sample, self_samples
 from kvprune.sources.texts import documents, pack, self_share, sequences, shares
@@ -347,7 +348,16 @@ def model() -> Any:
 def draw(model: Any, file: Path, count: int = 20, seed: int = 0, **values: Any) -> torch.Tensor:
     tokenizer = values.pop("tokenizer", None) or tiny_tokenizer()
     about = values.pop("about", {"model": "tiny"})
-    return self_samples(model, tokenizer, file, count=count, length=12, seed=seed, about=about)
+    return self_samples(
+        lambda: model,
+        tokenizer,
+        file,
+        vocabulary=model.config.vocab_size,
+        count=count,
+        length=12,
+        seed=seed,
+        about=about,
+    )
 
 
 def test_own_samples_have_the_shape_and_start_with_bos(model: Any, tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ import yaml
 import kvprune
 from kvprune.artifacts import RunFolder, read_meta
 from kvprune.errors import KvpruneError, StaleError
-from kvprune.recipe import Recipe, load_recipe, make_recipe
+from kvprune.ffn.forwards import count_batch
+from kvprune.recipe import load_recipe, make_recipe
 from kvprune.results.show import render
+from kvprune.schema import Recipe
 from kvprune.stages import calibrate as calibrating
 from kvprune.staleness import artifact, first_change, stage_states
 from tests.conftest import recipe_data, save_model, tiny_tokenizer
@@ -158,13 +160,14 @@ def test_nothing_half_is_left_where_a_budget_is_impossible(recipe: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_an_interrupted_calibration_goes_on_and_ends_in_the_same_bytes(
+@pytest.mark.usefixtures("cannot_walk")
+def test_interrupted_forwards_go_on_and_end_in_the_same_bytes(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options = kvprune.Options(batch_size=2)
     kvprune.calibrate(recipe, whole, options=options)
-    count_batch, calls = calibrating.count_batch, list[int]()
+    calls = list[int]()
 
     def stop_at_the_third(*args: Any) -> None:
         calls.append(1)

@@ -12,7 +12,9 @@ import kvprune
 from kvprune import preflight
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Recipe, make_recipe
+from kvprune.ffn.walk import Setup
+from kvprune.recipe import make_recipe
+from kvprune.schema import Recipe
 from kvprune.sources.models import is_out_of_memory, out_of_memory
 from tests.conftest import recipe_data
 
@@ -52,10 +54,17 @@ def test_a_budget_that_removes_nothing_is_told(
     assert "the budget removes nothing with round_to 48; lower round_to" in caplog.text
 
 
+def check(recipe: Recipe, dense: Dense, batch_size: int, *, whole: bool = False, limit: int | None = None) -> bool:
+    setup = Setup("cpu", torch.float32, batch_size)
+    return preflight.check_memory(recipe, dense, setup, stage="calibrate", whole=whole, limit=limit, tell=False)
+
+
 def test_weights_beyond_memory_are_refused(recipe: Recipe, dense: Dense, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_free", lambda device: 100_000)
-    with pytest.raises(KvpruneError, match="its weights need"):
-        preflight.check_memory(recipe, dense, "cpu", 8)
+    with pytest.raises(KvpruneError, match=r"the model needs about .* and .* are free; use dtype: bfloat16"):
+        check(recipe, dense, 8, whole=True)
+    with pytest.raises(KvpruneError, match="to sample a text"):
+        preflight.check_sampling(dense, Setup("cpu", torch.float32, 8))
 
 
 def test_a_batch_beyond_memory_is_refused_with_one_that_fits(
@@ -63,10 +72,22 @@ def test_a_batch_beyond_memory_is_refused_with_one_that_fits(
 ) -> None:
     monkeypatch.setattr(preflight, "_free", lambda device: 600_000)
     with pytest.raises(KvpruneError) as caught:
-        preflight.check_memory(recipe, dense, "cpu", 64)
-    found = re.search(r"--batch-size 64: .* use --batch-size (\d+)$", str(caught.value))
+        check(recipe, dense, 16)
+    found = re.search(r"a batch of 16 .* are free; use --batch-size (\d+)$", str(caught.value))
     assert found is not None
-    preflight.check_memory(recipe, dense, "cpu", int(found[1]))
+    check(recipe, dense, int(found[1]))
+
+
+def test_a_limit_sends_hidden_states_to_disk_and_is_refused_where_one_layer_needs_more(
+    recipe: Recipe, dense: Dense
+) -> None:
+    assert check(recipe, dense, 1)
+    needed = preflight.need(recipe, dense, Setup("cpu", torch.float32, 1), stage="calibrate", whole=False)
+    assert check(recipe, dense, 1, limit=needed.least + needed.hidden)
+    assert not check(recipe, dense, 1, limit=needed.least + needed.hidden - 1)
+    assert not check(recipe, dense, 1, limit=needed.least)
+    with pytest.raises(KvpruneError, match=r"^--memory .*: one layer needs about .* are allowed; raise --memory"):
+        check(recipe, dense, 1, limit=needed.least - 1)
 
 
 def test_out_of_memory_is_recognised_and_names_the_knob() -> None:

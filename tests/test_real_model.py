@@ -18,7 +18,8 @@ from kvprune.artifacts import read_plan
 from kvprune.cli import main
 from kvprune.dense import open_dense
 from kvprune.ffn.checkpoint import open_checkpoint
-from kvprune.recipe import Calibrate, load_recipe, make_recipe
+from kvprune.recipe import load_recipe, make_recipe
+from kvprune.schema import Calibrate
 from kvprune.sources.models import BUILTIN, load_tokenizer, open_model
 from kvprune.sources.texts import documents, pack, sequences
 from kvprune.stages.export import mask_slots

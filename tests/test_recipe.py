@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Recipe, builtin_recipes, dump_recipe, load_recipe, make_recipe, parse_yaml, stage_recipe
+from kvprune.recipe import builtin_recipes, dump_recipe, load_recipe, make_recipe, parse_yaml, stage_recipe
+from kvprune.schema import Recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

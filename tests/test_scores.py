@@ -12,7 +12,8 @@ from kvprune.ffn import scores
 from kvprune.ffn.counting import count
 from kvprune.ffn.scores import GUARD_FACTOR, GUARD_SHARE, SCORES, giants
 from kvprune.ffn.stats import FfnStats, empty_stats
-from kvprune.recipe import PlanSection, Score, make_recipe
+from kvprune.recipe import make_recipe
+from kvprune.schema import PlanSection, Score
 from kvprune.stages.plan import best_slots
 
 SLOTS = 24

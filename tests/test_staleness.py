@@ -17,6 +17,7 @@ import kvprune
 from kvprune.artifacts import RunFolder
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.ffn.checkpoint import open_checkpoint
+from kvprune.ffn.forwards import count_batch
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.sources.models import fingerprint
 from kvprune.stages import calibrate as calibrating
@@ -163,11 +164,12 @@ def test_a_changed_task_file_is_judged_anew_and_groups_and_tags_keep_their_own_f
     assert kvprune.evaluate(run)["dense"]["tasks"]["one"]["perplexity"] != one
 
 
+@pytest.mark.usefixtures("cannot_walk")
 @pytest.mark.parametrize("at", [1, 8])
 def test_a_stop_in_the_first_or_last_batch_is_mended_by_the_same_command(
     at: int, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count_batch, calls = calibrating.count_batch, list[int]()
+    calls = list[int]()
 
     def stopping(*args: Any) -> None:
         calls.append(1)

@@ -10,7 +10,8 @@ import torch
 
 from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Calibrate, TextSource, make_recipe
+from kvprune.recipe import make_recipe
+from kvprune.schema import Calibrate, TextSource
 from kvprune.sources import texts
 from kvprune.sources.texts import (
     BUILTIN_TEXT,
@@ -29,7 +30,7 @@ BOS, EOS = 256, 257
 READ = """
 import json, sys
 from kvprune.errors import KvpruneError
-from kvprune.recipe import TextSource
+from kvprune.schema import TextSource
 from kvprune.sources.texts import documents
 found = []
 for text, seed in json.loads(sys.argv[1]):

@@ -54,6 +54,39 @@ class Cut:
     axis: int
     slots: npt.NDArray[np.int64]
 
+    def shape(self, entry: TensorEntry) -> tuple[int, ...]:
+        """The shape after the cut. Raises KvpruneError where the slots do not lie on that axis."""
+        if self.axis >= len(entry.shape) or (len(self.slots) and int(self.slots[-1]) >= entry.shape[self.axis]):
+            raise KvpruneError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, which the plan does not fit")
+        return (*entry.shape[: self.axis], len(self.slots), *entry.shape[self.axis + 1 :])
+
+    def words(self, data: memoryview, entry: TensorEntry) -> npt.NDArray[Any]:
+        """The kept slots as unsigned integers of the element size: a slice never needs the value."""
+        whole = np.frombuffer(data[entry.start : entry.end], dtype=f"<u{entry.itemsize}").reshape(entry.shape)
+        return np.ascontiguousarray(np.take(whole, self.slots, axis=self.axis))
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Write these elements, as unsigned integers of the element size, in place of a tensor."""
+
+    elements: npt.NDArray[Any]
+
+    def shape(self, _: TensorEntry) -> tuple[int, ...]:
+        """Their shape."""
+        return self.elements.shape
+
+    def words(self, _: memoryview, entry: TensorEntry) -> npt.NDArray[Any]:
+        """The elements themselves. Raises KvpruneError where they are of another size than the tensor's."""
+        if self.elements.itemsize != entry.itemsize:
+            raise KvpruneError(
+                f"{entry.file}: {entry.name} is stored as {entry.dtype}, and the refitted values are not"
+            )
+        return self.elements
+
+
+Change = Cut | Replaced
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -172,28 +205,15 @@ def mapped(path: Path) -> Iterator[memoryview]:
             pages.close()
 
 
-def cut_array(data: memoryview, entry: TensorEntry, cut: Cut) -> npt.NDArray[Any]:
-    """The kept slots of one tensor, as unsigned integers of its element size: a slice never needs the value."""
-    words = np.frombuffer(data[entry.start : entry.end], dtype=f"<u{entry.itemsize}").reshape(entry.shape)
-    return np.take(words, cut.slots, axis=cut.axis)
-
-
-def cut_shape(entry: TensorEntry, cut: Cut) -> tuple[int, ...]:
-    """The shape after a cut. Raises KvpruneError where the slots do not lie on that axis."""
-    if cut.axis >= len(entry.shape) or (len(cut.slots) and int(cut.slots[-1]) >= entry.shape[cut.axis]):
-        raise KvpruneError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, which the plan does not fit")
-    return (*entry.shape[: cut.axis], len(cut.slots), *entry.shape[cut.axis + 1 :])
-
-
-def write_cut_file(source: Path, entries: list[TensorEntry], cuts: dict[str, Cut], target: Path) -> None:
-    """Copy a safetensors file and cut some of its tensors: same names, order, dtypes and metadata."""
+def write_cut_file(source: Path, entries: list[TensorEntry], changes: dict[str, Change], target: Path) -> None:
+    """Copy a safetensors file and change some of its tensors: same names, order, dtypes and metadata."""
     header, _ = read_header(source)
     layout: dict[str, Any] = {"__metadata__": header["__metadata__"]} if "__metadata__" in header else {}
     offset = 0
     for entry in entries:
         shape, size = entry.shape, entry.end - entry.start
-        if entry.name in cuts:
-            shape = cut_shape(entry, cuts[entry.name])
+        if entry.name in changes:
+            shape = changes[entry.name].shape(entry)
             size = int(np.prod(shape)) * entry.itemsize
         layout[entry.name] = {"dtype": entry.dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
@@ -203,8 +223,8 @@ def write_cut_file(source: Path, entries: list[TensorEntry], cuts: dict[str, Cut
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for entry in entries:
-            if entry.name in cuts:
-                out.write(np.ascontiguousarray(cut_array(data, entry, cuts[entry.name])).data)
+            if entry.name in changes:
+                out.write(changes[entry.name].words(data, entry).data)
             else:
                 _write_blocks(out, data[entry.start : entry.end])
 
@@ -214,23 +234,25 @@ def _write_blocks(out: IO[bytes], data: memoryview) -> None:
         out.write(data[start : start + WRITE_BLOCK])
 
 
-def find_difference(checkpoint: Checkpoint, cuts: dict[str, Cut], slim: Checkpoint) -> str | None:
-    """Compare every tensor of `slim` bit for bit with the expected slice of `checkpoint`. None, or what differs."""
+def find_difference(checkpoint: Checkpoint, changes: dict[str, Change], slim: Checkpoint) -> str | None:
+    """Compare every tensor of `slim` bit for bit with what `changes` make of `checkpoint`. None, or what differs."""
     if list(checkpoint.tensors) != list(slim.tensors):
         return "the tensor names differ"
     for file in checkpoint.files:
         with mapped(checkpoint.folder / file) as dense, mapped(slim.folder / file) as thin:
             for entry in (entry for entry in checkpoint.tensors.values() if entry.file == file):
-                if not _is_slice(dense, entry, cuts.get(entry.name), thin, slim.tensors[entry.name]):
-                    return f"{entry.name} is not the expected slice"
+                if not _is_expected(dense, entry, changes.get(entry.name), thin, slim.tensors[entry.name]):
+                    return f"{entry.name} is not what it should be"
     return None
 
 
-def _is_slice(dense: memoryview, entry: TensorEntry, cut: Cut | None, thin: memoryview, written: TensorEntry) -> bool:
+def _is_expected(
+    dense: memoryview, entry: TensorEntry, change: Change | None, thin: memoryview, written: TensorEntry
+) -> bool:
     got = np.frombuffer(thin[written.start : written.end], dtype=np.uint8)
-    if cut is None:
+    if change is None:
         expected = np.frombuffer(dense[entry.start : entry.end], dtype=np.uint8)
     else:
-        expected = cut_array(dense, entry, cut).reshape(-1).view(np.uint8)
-    shape = entry.shape if cut is None else cut_shape(entry, cut)
+        expected = change.words(dense, entry).reshape(-1).view(np.uint8)
+    shape = entry.shape if change is None else change.shape(entry)
     return (written.dtype, written.shape) == (entry.dtype, shape) and np.array_equal(got, expected)

@@ -59,6 +59,7 @@ class Layout:
     """All FFNs of a model, the config field that sets their width, and the model's parameter count (tied ones once)."""
 
     ffns: tuple[Ffn, ...]
+    layers: tuple[str, ...]  # the decoder layers that they are in, one each
     width_field: str
     total_params: int
 
@@ -87,7 +88,8 @@ def find_layout(config: Any, *, trust_remote_code: bool = False) -> Layout:
     field, narrow = _width_field(model, config, ffns, trust_remote_code)
     for ffn in ffns:
         _probe_separable(narrow.get_submodule(ffn.name), ffn)
-    return Layout(ffns, field, sum(parameter.numel() for parameter in model.parameters()))
+    names = tuple(f"{path}.{index}" for index in range(len(layers)))
+    return Layout(ffns, names, field, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvprune.errors import KvpruneError
 from kvprune.ffn import stats as counting
 from kvprune.ffn.stats import FfnStats
-from kvprune.recipe import PlanSection
+from kvprune.schema import PlanSection
 
 GUARD_FACTOR = 20.0  # a giant writes this many times the median slot's maximum
 GUARD_SHARE = 0.01  # of the width at most
@@ -45,6 +46,24 @@ def activation_norm(stats: FfnStats) -> Tensor:
     return stats.sequence_norms / stats.sequences.clamp(min=1)
 
 
+def reconstruction(stats: FfnStats) -> Tensor:
+    """‖v‖² / ((G + λD)⁻¹)_ii: the cost of removing the slot, once the others make up for it (gram.elimination)."""
+    return _collected(stats.removal_cost)
+
+
+def greedy(stats: FfnStats) -> Tensor:
+    """When the slot falls, where slots fall block by block and the others are refitted (gram.elimination)."""
+    return _collected(stats.removal_turn).double()
+
+
+def _collected(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise KvpruneError(
+            "plan.score: the statistics have no Gram scores; calibrate with calibrate.collect=[counts, gram]"
+        )
+    return found
+
+
 def weight_norm(stats: FfnStats) -> Tensor:
     """Π‖k‖ · ‖v‖, without data: bounds c by Cauchy–Schwarz, and no rescaling of keys against values changes it."""
     return stats.key_norm.double() * stats.value_norm.double()
@@ -62,6 +81,8 @@ SCORES: dict[str, Callable[[FfnStats, PlanSection, int], Tensor]] = {
     "wanda": lambda stats, *_: wanda(stats),
     "fluctuation": lambda stats, *_: fluctuation(stats),
     "activation_norm": lambda stats, *_: activation_norm(stats),
+    "reconstruction": lambda stats, *_: reconstruction(stats),
+    "greedy": lambda stats, *_: greedy(stats),
     "weight_norm": lambda stats, *_: weight_norm(stats),
     "random": lambda stats, plan, index: random(stats, plan.seed or 0, index),
 }

@@ -7,7 +7,7 @@ that ratio picks a bin. Counts are integers and sums are float64, so statistics 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvprune.artifacts import read_tensors
 from kvprune.errors import KvpruneError
+from kvprune.ranks import Ranks
 
 LOWEST_EXPONENT = -16
 BINS = 33  # bin 0: silent (zero or below 2^-16); bin b: ratio in [2^(b-17), 2^(b-16))
@@ -37,6 +38,9 @@ class FfnStats:
     sequences: Tensor  # int64 []
     value_norm: Tensor  # float32 [slots], |v|, with the weight of a norm that follows the FFN folded in
     key_norm: Tensor  # float32 [slots], product of the norms of the slot's keys
+    # From the Gram matrix of all counted tokens, where it was collected; see gram.elimination.
+    removal_cost: Tensor | None = None  # float64 [slots]
+    removal_turn: Tensor | None = None  # int64 [slots]
 
     @property
     def width(self) -> int:
@@ -76,6 +80,12 @@ def add(stats: FfnStats, more: FfnStats) -> FfnStats:
     return stats
 
 
+def sum_over(ranks: Ranks, stats: FfnStats) -> None:
+    """Make `stats` those of all ranks' tokens, in place."""
+    ranks.sum(*(getattr(stats, name) for name in ADDED))
+    ranks.largest(stats.maximum)
+
+
 def fire_rate(stats: FfnStats, threshold: float) -> Tensor:
     """Share of counted tokens on which each slot fires, float64 `[slots]`: its ratio is at least `threshold` (2^k)."""
     first = int(math.log2(threshold)) - LOWEST_EXPONENT + 1
@@ -91,18 +101,21 @@ def first_bad_slot(stats: FfnStats) -> int | None:
 def to_tensors(stats: Sequence[FfnStats], names: Sequence[str]) -> dict[str, Tensor]:
     """All statistics as one flat dictionary, "FFN:field" to tensor on the CPU."""
     return {
-        f"{name}:{field.name}": getattr(item, field.name).cpu().contiguous()
+        f"{name}:{field.name}": value.cpu().contiguous()
         for name, item in zip(names, stats, strict=True)
         for field in fields(FfnStats)
+        if (value := getattr(item, field.name)) is not None
     }
 
 
 def from_tensors(tensors: dict[str, Tensor], names: Sequence[str], device: str = "cpu") -> list[FfnStats]:
     """The inverse of `to_tensors`. Raises KeyError where one is missing."""
-    return [
-        FfnStats(**{field.name: tensors[f"{name}:{field.name}"].to(device) for field in fields(FfnStats)})
-        for name in names
-    ]
+
+    def value(name: str, field: Field[Any]) -> Tensor | None:
+        key = f"{name}:{field.name}"
+        return None if field.default is None and key not in tensors else tensors[key].to(device)
+
+    return [FfnStats(**{field.name: value(name, field) for field in fields(FfnStats)}) for name in names]  # type: ignore[arg-type]
 
 
 def read_stats(path: Path) -> tuple[list[FfnStats], dict[str, Any]]:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from kvprune.artifacts import RunFolder, budget_words, read_json, read_plan
+from kvprune.artifacts import RunFolder, budget_words, read_json, read_meta, read_plan
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
-from kvprune.recipe import Recipe, dump_recipe
-from kvprune.results.table import budget_table, grid, results_table
+from kvprune.recipe import dump_recipe
+from kvprune.results.table import budget_table, grid, refit_table, results_table
+from kvprune.schema import Recipe
 from kvprune.staleness import StageState, artifact
 
 RARE = 1e-3  # a slot is rare when it fires on a smaller share of the tokens
@@ -49,6 +50,8 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
                 for ffn in plan.ffns
             ],
         }
+    if recipe.refit.method != "none" and artifact(run, "refit").is_file():
+        about["refit"] = read_meta(run.values)["layers"]
     if artifact(run, "export").is_file():
         about["checkpoint"] = {"path": str(run.model), "verified": read_json(run.model / "kvprune.json")["verified"]}
     if artifact(run, "evaluate").is_file():
@@ -95,6 +98,8 @@ def render(about: dict[str, Any]) -> str:
         ]
         parts += [f"guarded slots (rare giants): {guarded}"] if guarded else []
         parts += [budget_table(plan["before"], plan["after"])]
+    if "refit" in about:
+        parts += ["", refit_table(about["refit"])]
     if "checkpoint" in about:
         parts += ["", f"checkpoint {about['checkpoint']['path']}"]
     if "results" in about:

@@ -28,6 +28,29 @@ def budget_table(before: dict[str, int], after: dict[str, int]) -> str:
     return grid(rows)
 
 
+def refit_table(layers: list[dict[str, Any]]) -> str:
+    """What a refit did: error on held-back tokens before and after, as shares of what the dense FFN writes."""
+    rows = [["refit, on held-back tokens", "error before", "after", "ridge", ""]]
+    rows += [
+        [
+            layer["name"],
+            f"{layer['error_before']:.4f}",
+            f"{layer['error_after']:.4f}",
+            f"{layer['damping']:g}",
+            _remark(layer),
+        ]
+        for layer in layers
+    ]
+    return grid(rows)
+
+
+def _remark(layer: dict[str, Any]) -> str:
+    if not layer["refitted"]:
+        return "not better: values stay"
+    damped = f"needed more than ridge {layer['ridge']:g}" if layer["damping"] != layer["ridge"] else ""
+    return "; ".join(part for part in (damped, "with bias" if layer["bias"] else "") if part)
+
+
 def results_table(results: dict[str, Any]) -> str:
     """Dense against slim: size, every metric of every task, speed."""
     dense, slim = results["dense"], results["slim"]

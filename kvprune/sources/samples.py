@@ -1,6 +1,6 @@
 """The model's own samples as a calibration text: no data set is needed, and every domain the model knows is in it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,29 @@ def sample(model: Any, first: Tensor, length: int, seed: int) -> Tensor:
 
 
 def self_samples(
-    model: Any, tokenizer: Any, file: Path, *, count: int, length: int, seed: int, about: dict[str, Any]
+    load: Callable[[], Any],
+    tokenizer: Any,
+    file: Path,
+    *,
+    vocabulary: int,
+    count: int,
+    length: int,
+    seed: int,
+    about: dict[str, Any],
 ) -> Tensor:
     """`count` samples of `length` tokens, int64 `[count, length]`, from BOS, or from random tokens where there is none.
 
-    They are kept in `file`, batch by batch: what is there of the same model (`about`), seed and shape is used again.
+    `load` gives the model, and is called where samples are missing. They are kept in `file`, batch by batch: what is
+    there of the same model (`about`), seed and shape is used again.
     """
     key = {**about, "count": count, "length": length, "seed": seed, "batch": BATCH}
     rows: list[list[int]] = []
     if file.is_file() and (found := read_json(file)).get("key") == key:
         rows = found["tokens"]
         log.info("self: %d of %d samples are in %s", len(rows), count, file.name)
-    firsts = torch.split(_first_tokens(tokenizer, model.config.vocab_size, count, seed)[len(rows) :], BATCH)
+    firsts = torch.split(_first_tokens(tokenizer, vocabulary, count, seed)[len(rows) :], BATCH)
     left = (count - len(rows)) * length
-    batches = _sampled(model, firsts, length, seed, len(rows) // BATCH) if left else iter(())
+    batches = _sampled(load(), firsts, length, seed, len(rows) // BATCH) if left else iter(())
     for batch in progress(batches, total=left, label="self", unit="tokens", per_item=BATCH * length):
         rows += batch
         write_json(file, {"key": key, "texts": tokenizer.batch_decode(rows), "tokens": rows})

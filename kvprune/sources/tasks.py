@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvprune.artifacts import library_versions
-from kvprune.recipe import Evaluate
+from kvprune.schema import Evaluate
 
 BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "tasks"
 SEEN_BY_LM_EVAL = ("kvprune", "torch", "transformers", "datasets", "lm_eval")

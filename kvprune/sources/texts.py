@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
-from kvprune.recipe import Calibrate, TextSource
+from kvprune.schema import Calibrate, TextSource
 from kvprune.sources.models import one_line
 
 POOL = 8

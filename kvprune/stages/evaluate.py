@@ -21,7 +21,7 @@ import torch
 from kvprune.artifacts import cache_folder, read_json, write_json, write_text
 from kvprune.errors import KvpruneError
 from kvprune.progress import log
-from kvprune.recipe import Evaluate
+from kvprune.schema import Evaluate
 from kvprune.sources.models import is_out_of_memory, one_line, out_of_memory
 from kvprune.sources.tasks import BUILTIN_FOLDER, task_fingerprint
 

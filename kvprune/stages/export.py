@@ -19,9 +19,10 @@ from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import (
     INDEX,
+    Change,
     Checkpoint,
     Cut,
-    cut_shape,
+    Replaced,
     find_difference,
     model_names,
     open_checkpoint,
@@ -29,7 +30,7 @@ from kvprune.ffn.checkpoint import (
 )
 from kvprune.ffn.layout import Layout, meta_model
 from kvprune.progress import log, progress
-from kvprune.recipe import Recipe
+from kvprune.schema import Recipe
 from kvprune.sources.models import ModelSource, load_config, load_model, load_tokenizer
 
 # What goes along with the weights. Everything else stays: above all, other copies of the dense weights.
@@ -38,6 +39,7 @@ CARRIED = (
     "merges.txt", "*.tiktoken", "chat_template.*", "additional_chat_templates", "generation_config.json",
     "*processor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
+WORDS = {2: torch.int16, 4: torch.int32}  # what float tensors of so many bytes an element are seen as
 LOGIT_TOKENS = 64
 LOGIT_TOLERANCE = 1e-4  # of the largest logit, in float32
 
@@ -52,31 +54,37 @@ class Verified:
     note: str
 
 
-def make_cuts(dense: Dense, plan: Plan) -> dict[str, Cut]:
-    """What to cut, by name on disk."""
-    cuts: dict[str, Cut] = {}
+Refitted = tuple[dict[str, Tensor], dict[str, Any]]  # values by parameter names, and their provenance
+
+
+def make_changes(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[str, Change]:
+    """What to cut, and the refitted `values` (by parameter names) to put in place of a cut; by name on disk."""
+    changes: dict[str, Change] = {}
     for ffn, item in zip(dense.layout.ffns, plan.ffns, strict=True):
         slots = np.array(item.kept, dtype=np.int64)
         for name, axis in ffn.cuts().items():
-            cuts[dense.names[name]] = Cut(axis, slots)
-    return cuts
+            changes[dense.names[name]] = Cut(axis, slots)
+    for name, tensor in values.items():
+        words = tensor.contiguous().view(WORDS[tensor.element_size()]).numpy()
+        changes[dense.names[name]] = Replaced(words.view(f"<u{tensor.element_size()}"))
+    return changes
 
 
-def write_weights(checkpoint: Checkpoint, cuts: dict[str, Cut], target: Path) -> None:
-    """Write every weight file of `checkpoint`, cut, into the folder `target`, shard by shard, and the index."""
+def write_weights(checkpoint: Checkpoint, changes: dict[str, Change], target: Path) -> None:
+    """Write every weight file of `checkpoint`, changed, into the folder `target`, shard by shard, and the index."""
     sizes = {file: (checkpoint.folder / file).stat().st_size for file in checkpoint.files}
     total = sum(sizes.values())
     for file in progress(checkpoint.files, total=total, label="export", unit="bytes", per_item=total // len(sizes)):
         entries = [entry for entry in checkpoint.tensors.values() if entry.file == file]
-        write_cut_file(checkpoint.folder / file, entries, cuts, target / file)
+        write_cut_file(checkpoint.folder / file, entries, changes, target / file)
         fsync(target / file)
     if checkpoint.index is not None:
-        write_text(target / INDEX, json.dumps(_cut_index(checkpoint, cuts), indent=2) + "\n")
+        write_text(target / INDEX, json.dumps(_cut_index(checkpoint, changes), indent=2) + "\n")
 
 
-def _cut_index(checkpoint: Checkpoint, cuts: dict[str, Cut]) -> dict[str, Any]:
+def _cut_index(checkpoint: Checkpoint, changes: dict[str, Change]) -> dict[str, Any]:
     """The index of shards, with the sizes that it may tell of made those of the cut tensors."""
-    entries = [(entry, cut_shape(entry, cuts[name])) for name, entry in checkpoint.tensors.items() if name in cuts]
+    entries = [(entry, changes[name].shape(entry)) for name, entry in checkpoint.tensors.items() if name in changes]
     elements = {entry.name: math.prod(entry.shape) - math.prod(shape) for entry, shape in entries}
     removed = {
         "total_parameters": sum(elements.values()),
@@ -90,7 +98,7 @@ def _cut_index(checkpoint: Checkpoint, cuts: dict[str, Cut]) -> dict[str, Any]:
     return index
 
 
-def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified:
+def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, run: RunFolder) -> Verified:
     """Write `model/` of the run folder: weights, config, tokenizer, card and `kvprune.json`.
 
     All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where
@@ -98,21 +106,27 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, run: RunFolder) -> Verified
     """
     _clean_up(run)
     _check_replaceable(run.model)
-    source, cuts = dense.source, make_cuts(dense, plan)
+    source, values = dense.source, refitted[0] if refitted else {}
+    changes = make_changes(dense, plan, values)
     part = run.path / f".model.{os.getpid()}.tmp"
     try:
         part.mkdir(parents=True)
-        write_weights(dense.checkpoint, cuts, part)
+        write_weights(dense.checkpoint, changes, part)
         write_config(dense, plan, part)
         carry_over(dense, part)
-        verified = verify(dense, plan, cuts, part)
+        verified = verify(dense, plan, values, part)
         about = provenance(
             "checkpoint",
             public_recipe(recipe, source),
-            {"plan": digest(run.plan), "model": source.fingerprint},
+            {
+                "plan": digest(run.plan),
+                "values": digest(run.values) if refitted else None,
+                "model": source.fingerprint,
+            },
             model={"title": source.title, "commit": source.commit, "note": source.note},
             budget={"requested": plan.budget, "before": asdict(plan.before), "after": asdict(plan.after)},
             ffns=[asdict(item) for item in plan.ffns],
+            refit=refitted[1]["layers"] if refitted else [],
             verified=asdict(verified),
             files={item.name: item.stat().st_size for item in sorted(part.iterdir())},
             trust_remote_code=dense.trust_remote_code,
@@ -197,10 +211,10 @@ def _move_into_place(part: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def verify(dense: Dense, plan: Plan, cuts: dict[str, Cut], folder: Path) -> Verified:
+def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) -> Verified:
     """Prove that `folder` holds the planned model. Raises KvpruneError, and nothing is kept, where it does not."""
     slim = open_checkpoint(folder)
-    if (difference := find_difference(dense.checkpoint, cuts, slim)) is not None:
+    if (difference := find_difference(dense.checkpoint, make_changes(dense, plan, values), slim)) is not None:
         raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
     load_tokenizer(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
     _check_shapes(dense, slim, folder)
@@ -209,7 +223,7 @@ def verify(dense: Dense, plan: Plan, cuts: dict[str, Cut], folder: Path) -> Veri
         note = f"not run: float32 weights need {needed:,} bytes of memory"
         log.warning("export: every tensor and shape was compared, but the result was %s", note)
         return Verified(len(slim.tensors), f"names and shapes of {dense.config.model_type}", None, note)
-    expected, known = _masked_logits(dense, plan)
+    expected, known = _masked_logits(dense, plan, values)
     model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=dense.trust_remote_code)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - known  # what the dense one holds too, and is ignored there
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -247,10 +261,11 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-def _masked_logits(dense: Dense, plan: Plan) -> tuple[Tensor, set[str]]:
+def _masked_logits(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> tuple[Tensor, set[str]]:
     """The dense model's float32 logits with the coefficients of removed slots set to zero, and keys that it ignores."""
     model, info = dense.load_with_report("float32", "cpu")
     mask_slots(model, dense.layout, plan)
+    put_values(model, dense.layout, plan, values)
     return _logits(model), set(info["unexpected_keys"])
 
 
@@ -261,6 +276,21 @@ def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
         mask = torch.zeros(ffn.width, dtype=value.weight.dtype, device=value.weight.device)
         mask[item.kept] = 1
         value.register_forward_pre_hook(_masking(mask))
+
+
+@torch.no_grad()
+def put_values(model: Any, layout: Layout, plan: Plan, values: dict[str, Tensor]) -> None:
+    """Give the dense model the refitted `values` of its kept slots, in place."""
+    for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
+        for name in (f"{ffn.value.name}.weight", f"{ffn.value.name}.bias"):
+            if name not in values:
+                continue
+            parameter, new = model.get_parameter(name), values[name]
+            if name.endswith(".bias"):
+                parameter.copy_(new)
+            else:
+                kept = torch.tensor(item.kept, device=parameter.device)
+                parameter.index_copy_(ffn.value.slot_axis, kept, new.to(parameter))
 
 
 def _masking(mask: Tensor) -> Any:

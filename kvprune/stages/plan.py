@@ -11,7 +11,8 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.scores import SCORES, giants
 from kvprune.ffn.stats import FfnStats
-from kvprune.recipe import PlanSection, Recipe, stage_recipe
+from kvprune.recipe import stage_recipe
+from kvprune.schema import PlanSection, Recipe
 
 
 def model_size(dense: Dense, width: int) -> Size:

@@ -1,0 +1,78 @@
+"""Counting by ordinary forwards of the whole model: for models whose layers cannot be called one by one."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvprune.ffn.counting import Counters
+from kvprune.ffn.layout import Layout
+from kvprune.ffn.stats import FfnStats
+from kvprune.ffn.watching import counted, empty_for
+
+SECONDS_BETWEEN_SAVES = 60.0
+
+
+@torch.inference_mode()
+def count_batch(
+    model: Any,
+    layout: Layout,
+    stats: Sequence[FfnStats],
+    batch: Tensor,
+    skip_first: int,
+    counters: Counters | None = None,
+) -> None:
+    """Run `batch` `[sequences, tokens]` through the model without its head; add every FFN's coefficients to `stats`."""
+    values = [model.get_submodule(ffn.value.name) for ffn in layout.ffns]
+    with counted(values, stats, skip_first, counters):
+        model.base_model(input_ids=batch.to(model.device), use_cache=False)
+
+
+def empty(model: Any, layout: Layout) -> list[FfnStats]:
+    """Statistics without a count for every FFN of the model, with the norms of its keys and values."""
+
+    @torch.inference_mode()
+    def run() -> None:
+        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+
+    return empty_for(model, layout.ffns, run)
+
+
+@contextmanager
+def saved_when_stopped(save: Callable[[], None]) -> Iterator[Callable[[], Any]]:
+    """Save now and then, and on Ctrl-C and SIGTERM: a stop waits for the batch in hand, which is counted whole."""
+    stopped: list[int] = []
+    saved = time.monotonic()
+
+    @contextmanager
+    def tick() -> Iterator[None]:
+        nonlocal saved
+        yield
+        if stopped or time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+            save()
+            saved = time.monotonic()
+        if stopped:
+            raise KeyboardInterrupt
+
+    def stop(number: int, _: Any) -> None:
+        if stopped:  # a second one does not wait
+            raise KeyboardInterrupt
+        stopped.append(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        former = {number: signal.signal(number, stop) for number in signals}
+    except ValueError:  # not in the main thread: signals are not ours to take
+        former = {}
+    try:
+        yield tick
+        if stopped:
+            save()
+            raise KeyboardInterrupt
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

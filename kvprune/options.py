@@ -1,0 +1,69 @@
+"""Where and how a run runs, and what follows from it for a stage: device, type, batches, and if the model is walked."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvprune.dense import Dense
+from kvprune.errors import KvpruneError
+from kvprune.ffn.walk import CannotWalkError, Setup, Walker
+from kvprune.preflight import check_memory, check_sampling
+from kvprune.progress import log
+from kvprune.ranks import Ranks, own_device
+from kvprune.schema import Recipe
+from kvprune.sources.models import pick_device
+from kvprune.sources.texts import self_share
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where and how a run runs. What changes the result is in the recipe."""
+
+    device: str = "auto"
+    batch_size: int = 8
+    trust_remote_code: bool = False
+    memory: int | None = None  # bytes; beyond it hidden states go to disk. None: what is free
+    hidden_cache: str | Path | None = None  # the folder for them; None: the run folder
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise KvpruneError(f"batch_size should be 1 or more, got {self.batch_size}")
+        if self.memory is not None and self.memory < 1:
+            raise KvpruneError(f"memory should be 1 byte or more, got {self.memory}")
+
+    def own_device(self) -> str:
+        """The device of this process. Raises KvpruneError where it is not there."""
+        return own_device(pick_device(self.device))
+
+
+DEFAULT = Options()
+
+
+def prepare(
+    recipe: Recipe, dense: Dense, options: Options, ranks: Ranks, stage: str, *, tell: bool = False
+) -> tuple[Setup, Walker | None]:
+    """How `stage` runs the model: the setup, and the walker, None where only whole forwards are possible.
+
+    Checks memory and disk, and whether the stage can be done at all.
+    """
+    device = options.own_device()
+    dtype = dense.run_dtype(recipe.dtype, device)
+    cache = Path(options.hidden_cache) if options.hidden_cache is not None else None
+    setup = Setup(device, getattr(torch, dtype), options.batch_size, ranks, cache)
+    try:
+        walker = dense.walker(setup, recipe.calibrate.sequence_length)
+    except CannotWalkError as error:
+        walker = None
+        if stage == "refit":
+            raise KvpruneError(f"refit.method: values are refitted layer by layer, and {error}; use none") from None
+        if "gram" in recipe.calibrate.collect:
+            raise KvpruneError(f"calibrate.collect: gram is summed layer by layer, and {error}") from None
+        if tell:
+            log.info("calibrate: by forwards of the whole model, since %s", error)
+    if tell and dtype != recipe.dtype and recipe.dtype in ("auto", "float16") and dense.stored_as("float16"):
+        log.info("float16 on a CPU: computed in float32, layer by layer; weights lose nothing by that")
+    if tell and self_share(recipe.calibrate):
+        check_sampling(dense, setup)
+    in_memory = check_memory(recipe, dense, setup, stage=stage, whole=walker is None, limit=options.memory, tell=tell)
+    return replace(setup, in_memory=in_memory), walker

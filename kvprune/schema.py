@@ -1,0 +1,194 @@
+"""What a recipe may say: its sections and keys, with their defaults and limits."""
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from kvprune.sizes import BYTE_UNITS, UNITS, parse_size
+
+SECTION = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+Score = Literal[
+    "wanda", "fire_rate", "contribution", "fluctuation", "activation_norm", "reconstruction", "greedy", "weight_norm",
+    "random",
+]  # fmt: skip
+GRAM_SCORES = ("reconstruction", "greedy")
+
+
+def _quantity(units: dict[str, int]) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse_size(value, units) if isinstance(value, str) else value)
+
+
+class TextSource(BaseModel):
+    """Where a calibration text comes from."""
+
+    model_config = SECTION
+    source: Annotated[str, Field(min_length=1)]
+    config: str | None = None
+    split: str | None = None
+    field: str | None = None
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0  # its share of the tokens, relative to the other sources
+
+
+def _text(value: object) -> object:
+    """One source, or a list of them; a name alone is a source."""
+    items = value if isinstance(value, list) else [value]
+    return [{"source": item} if isinstance(item, str) else item for item in items]
+
+
+class Calibrate(BaseModel):
+    """Which tokens are counted."""
+
+    model_config = SECTION
+    text: Annotated[list[TextSource], Field(min_length=1), BeforeValidator(_text)] = [TextSource(source="builtin")]
+    tokens: Annotated[int, Field(ge=1)] = 16384
+    sequence_length: Annotated[int, Field(ge=2)] = 512
+    skip_first: Annotated[int, Field(ge=0)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    collect: list[Literal["counts", "gram"]] = ["counts"]
+
+    @field_validator("collect")
+    @classmethod
+    def _with_counts(cls, collect: list[str]) -> list[str]:
+        if collect not in (["counts"], ["counts", "gram"]):
+            raise ValueError("should be [counts] or [counts, gram]")
+        return collect
+
+    @field_validator("sequence_length")
+    @classmethod
+    def _whole_sequences(cls, length: int, info: ValidationInfo) -> int:
+        tokens = info.data.get("tokens", 0)
+        if tokens % length:
+            near = [str(n) for n in (tokens // length * length, (tokens // length + 1) * length) if n]
+            raise ValueError(f"should divide tokens ({tokens}); with this length, tokens could be {' or '.join(near)}")
+        return length
+
+    @field_validator("skip_first")
+    @classmethod
+    def _leaves_tokens(cls, skip: int, info: ValidationInfo) -> int:
+        if skip >= info.data.get("sequence_length", math.inf):
+            raise ValueError(f"should be below sequence_length ({info.data['sequence_length']})")
+        return skip
+
+
+class Budget(BaseModel):
+    """How small: exactly one of three units."""
+
+    model_config = SECTION
+    keep: Annotated[float, Field(gt=0, le=1)] | None = None
+    params: Annotated[int, Field(ge=1), _quantity(UNITS)] | None = None
+    bytes: Annotated[int, Field(ge=1), _quantity(BYTE_UNITS)] | None = None
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Self:
+        given = [name for name in ("keep", "params", "bytes") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"should have exactly one of keep, params, bytes, got {', '.join(given) or 'none'}")
+        return self
+
+
+# Options that one score reads and no other: a key that does nothing is refused.
+SCORE_OPTIONS: dict[str, tuple[str, float | int]] = {
+    "threshold": ("fire_rate", 2.0),
+    "p": ("contribution", 1.0),
+    "seed": ("random", 0),
+}
+
+
+def _layer(value: object) -> object:
+    """JSON has no integer keys."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+class PlanSection(BaseModel):
+    """Which slots stay."""
+
+    model_config = SECTION
+    score: Score = "wanda"
+    threshold: Annotated[float, Field(ge=2**-16, le=2**15)] | None = None
+    p: Annotated[float, Field(gt=0, le=8)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    guard: bool | None = None
+    budget: Budget = Budget(keep=0.8)
+    allocation: Literal["uniform"] = "uniform"
+    round_to: Annotated[int, Field(ge=1)] = 128
+    floor: Annotated[int, Field(ge=1)] = 1
+    protect: dict[Annotated[int, Field(ge=0), BeforeValidator(_layer)], list[Annotated[int, Field(ge=0)]]] = {}
+
+    @field_validator(*SCORE_OPTIONS)
+    @classmethod
+    def _read_by_score(cls, value: float | None, info: ValidationInfo) -> float | None:
+        reader, _ = SCORE_OPTIONS[str(info.field_name)]
+        score = info.data.get("score", reader)
+        if value is not None and score != reader:
+            raise ValueError(f"is read by score {reader} only, and the score is {score}: remove it")
+        return value
+
+    @field_validator("threshold")
+    @classmethod
+    def _on_a_bin_edge(cls, value: float | None) -> float | None:
+        if value is not None and not math.log2(value).is_integer():
+            below = 2.0 ** math.floor(math.log2(value))
+            raise ValueError(f"should be a power of two, as the histogram's edges are: {below:g} or {2 * below:g}")
+        return value
+
+
+class Refit(BaseModel):
+    """How the kept values make up for the removed ones."""
+
+    model_config = SECTION
+    method: Literal["none", "oneshot", "sequential"] = "none"
+    target: Literal["residual", "output", "input"] | None = None
+    ridge: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = 0.01
+    bias: Literal["auto", "none"] = "auto"
+
+    @field_validator("target")
+    @classmethod
+    def _of_a_sequential_refit(cls, target: str | None, info: ValidationInfo) -> str | None:
+        if target is not None and info.data.get("method", "sequential") != "sequential":
+            raise ValueError(f"is read by method sequential only, and the method is {info.data['method']}: remove it")
+        return target
+
+
+class Evaluate(BaseModel):
+    """How dense and slim are judged."""
+
+    model_config = SECTION
+    tasks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] = ["builtin"]
+    limit: Annotated[int, Field(ge=1)] | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    bootstrap_iters: Annotated[int, Field(ge=0)] = 0
+    include_path: str | None = None
+    apply_chat_template: bool = False
+    system_instruction: Annotated[str, Field(min_length=1)] | None = None
+
+    @field_validator("system_instruction")
+    @classmethod
+    def _in_a_chat(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("apply_chat_template", True):
+            raise ValueError("is part of a chat: set apply_chat_template: true")
+        return value
+
+
+class Recipe(BaseModel):
+    """A whole recipe. Frozen; `load_recipe` makes one from a file."""
+
+    model_config = SECTION
+    model: Annotated[str, Field(min_length=1)]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    calibrate: Calibrate = Calibrate()
+    plan: PlanSection = PlanSection()
+    refit: Refit = Refit()
+    evaluate: Evaluate = Evaluate()
+
+    @model_validator(mode="after")
+    def _gram_for_its_scores(self) -> Self:
+        collect, score = self.calibrate.collect, self.plan.score
+        if "collect" in self.calibrate.model_fields_set and "gram" not in collect and score in GRAM_SCORES:
+            raise ValueError(
+                f"plan.score: {score} reads Gram matrices, and calibrate.collect is [{', '.join(collect)}]: "
+                "calibrate with calibrate.collect=[counts, gram]"
+            )
+        return self

@@ -1,0 +1,311 @@
+"""Refit: change the kept values so that they make up for the removed slots, by ridge regression layer by layer.
+
+`oneshot` walks the dense model once: each layer's kept slots learn to write what its removed ones wrote. `sequential`
+walks the slim model with the layers below already slimmed, so that each layer also mends what those left wrong. What it
+aims at is its `target`:
+
+* input: what the dense FFN writes on the slim model's input
+* output: what the dense FFN writes in a run of the dense model beside it
+* residual: the hidden states that the dense run has after the layer
+
+A share of the sequences is held back from the sums: it chooses the ridge, and says what the refit is worth.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvprune.artifacts import Plan, RunFolder, digest, provenance, write_tensors
+from kvprune.dense import Dense
+from kvprune.errors import KvpruneError
+from kvprune.ffn.gram import (
+    Fit,
+    Gram,
+    Problem,
+    add_tokens,
+    as_problem,
+    empty_gram,
+    fit,
+    joined,
+    mirror,
+    removal_problem,
+    square_error,
+)
+from kvprune.ffn.layout import Ffn
+from kvprune.ffn.state import Shelf, open_shelf
+from kvprune.ffn.walk import Setup, Stream, Walker, open_stream
+from kvprune.ffn.watching import residual_slope, value_rows, watched
+from kvprune.progress import Advance, advancing, log
+from kvprune.recipe import stage_recipe
+from kvprune.schema import Recipe, Refit
+from kvprune.sources.texts import token_digest
+
+HELD_ONE_IN = 8  # sequences; the second, the tenth, …
+RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # what `auto` tries
+
+
+@torch.inference_mode()
+def refit(
+    recipe: Recipe, dense: Dense, walker: Walker, plan: Plan, tokens: Tensor, run: RunFolder, setup: Setup
+) -> None:
+    """Fit the kept values of `plan` on `tokens` `[sequences, sequence_length]`, and write them to the run folder.
+
+    What is finished is kept, and the same call goes on from there. Raises KvpruneError where sums are not finite.
+    """
+    meta = provenance(
+        "values",
+        stage_recipe(recipe, "refit"),
+        {"plan": digest(run.plan), "tokens": token_digest(tokens)},
+        run=setup.about(),
+    )
+    work = _open(recipe, dense, walker, plan, tokens, run, setup, meta)
+    _check_tokens(tokens, work.skip_first, plan.ffns[0].width)
+    passes = 2 if work.slim is not None else 1
+    total = passes * sum(batch.numel() for batch in work.batches) * (len(plan.ffns) - work.done)
+    with advancing(total=total, label="refit", unit="token-layers") as advance:
+        for index in range(work.done, len(plan.ffns)):
+            values, said = _refit_layer(work, index, advance)
+            dense.check_unchanged()
+            work.shelf.finish(index, [stream.hidden for stream in work.streams], values, said)
+    if setup.ranks.first:
+        values, layers = work.shelf.read(len(plan.ffns))
+        write_tensors(run.values, values, {**meta, "layers": layers})
+    work.shelf.clear()
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that the layers of a refit share. `dense` and `slim` are runs of the two models, as the method needs them."""
+
+    section: Refit
+    ffns: tuple[Ffn, ...]
+    kept: list[list[int]]
+    skip_first: int
+    stored: torch.dtype  # of values in the checkpoint
+    walker: Walker
+    slim_walker: Walker | None
+    dense: Stream | None
+    slim: Stream | None
+    batches: list[Tensor]
+    held: list[Tensor]  # bool [sequences] of each batch: held back from fitting
+    setup: Setup
+    shelf: Shelf
+    done: int
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [stream for stream in (self.dense, self.slim) if stream is not None]
+
+
+def _open(
+    recipe: Recipe,
+    dense: Dense,
+    walker: Walker,
+    plan: Plan,
+    tokens: Tensor,
+    run: RunFolder,
+    setup: Setup,
+    meta: dict[str, Any],
+) -> Work:
+    section, kept = recipe.refit, [item.kept for item in plan.ffns]
+    sequential = section.method == "sequential"
+    walkers = {"dense": walker}
+    if sequential:
+        walkers["slim"] = dense.slim_walker(setup, kept)
+    wanted = [name for name in walkers if not (name == "dense" and section.target == "input")]
+    shelf = open_shelf(run.walk, setup.cache or run.walk, run.path, meta, setup.ranks)
+    done = shelf.done([setup.name(name) for name in wanted])
+    if done:
+        log.info("refit: going on after %d of %d layers", done, len(kept))
+    batches = setup.share(tokens)
+    streams = {name: open_stream(walkers[name], name, batches, setup, shelf, tokens[:1], done) for name in wanted}
+    return Work(
+        section,
+        dense.layout.ffns,
+        kept,
+        recipe.calibrate.skip_first,
+        dense.stored_dtype(),
+        walkers["dense"],
+        walkers.get("slim"),
+        streams.get("dense"),
+        streams.get("slim"),
+        batches,
+        setup.share(torch.arange(len(tokens)) % HELD_ONE_IN == 1),
+        setup,
+        shelf,
+        done,
+    )
+
+
+def _check_tokens(tokens: Tensor, skip_first: int, slots: int) -> None:
+    """Refuse a single sequence, and warn where there are fewer tokens than slots to tell apart."""
+    if len(tokens) < 2:
+        raise KvpruneError("refit: one sequence cannot be both fitted and held back; raise calibrate.tokens")
+    fitted = int((torch.arange(len(tokens)) % HELD_ONE_IN != 1).sum()) * (tokens.shape[1] - skip_first)
+    if fitted < slots:
+        wanted = -(-4 * slots // tokens.shape[1]) * tokens.shape[1]
+        log.warning(
+            "refit: %s tokens are fewer than the %s slots of a layer, so values lean on the ridge; use "
+            "calibrate.tokens=%d or more",
+            f"{fitted:,}",
+            f"{slots:,}",
+            wanted,
+        )
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Of one layer: the problems over fitted and over held-back tokens, and what the dense FFN writes on the latter."""
+
+    fitted: Problem
+    held: Problem
+    energy: float  # sum of squares
+    target: str
+
+
+def _refit_layer(work: Work, index: int, advance: Advance) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The new values of one layer by parameter names, and what is to be said of it. Hidden states after it are kept."""
+    ffn, kept = work.ffns[index], work.kept[index]
+    with ExitStack() as stack:
+        stack.enter_context(work.walker.filled(index))
+        if work.slim_walker is not None:
+            stack.enter_context(work.slim_walker.filled(index))
+        values = value_rows(work.walker.model.get_submodule(ffn.value.name), ffn)[kept].clone()
+        distance = work.slim_walker is not None and work.section.target != "input"
+        gathered = (_gather_distance if distance else _gather_removed)(work, index, advance)
+        with naming(ffn.name):
+            found, report = choose(gathered, values, work.section, bias=ffn.value.bias)
+        new = {} if found is None else _new_values(work, ffn, values, found)
+        if work.slim is not None and work.slim_walker is not None:
+            _put(work.slim_walker, ffn, new, work.setup)
+            for at, batch in enumerate(work.batches):
+                work.slim.keep(at, work.slim.run(index, work.slim.before(at)))
+                advance(batch.numel())
+    return new, {"name": ffn.name, "target": gathered.target, **report}
+
+
+def _gather_removed(work: Work, index: int, advance: Advance) -> Gathered:
+    """What the removed slots write, on the dense model's input or, sequentially, on the slim one's."""
+    ffn, stream = work.ffns[index], work.dense or work.slim
+    assert stream is not None
+    layer, value = work.walker.layer(index), work.walker.model.get_submodule(ffn.value.name)
+    sums = [empty_gram(ffn.width, 0, work.setup.device) for _ in range(2)]
+    energy = torch.zeros((), dtype=torch.float64, device=work.setup.device)
+    for at, batch in enumerate(work.batches):
+        with watched(value) as seen:
+            after = stream.run(index, stream.before(at), layer)
+        if stream is work.dense:
+            stream.keep(at, after)
+        _add(sums, energy, work, at, seen[0], seen[1])
+        advance(batch.numel())
+    _sum_over(work, sums, energy)
+    values = value_rows(value, ffn)
+    fitted, held = (removal_problem(mirror(part), values, work.kept[index]) for part in sums)
+    return Gathered(fitted, held, float(energy), "input" if stream is work.slim else "removed")
+
+
+def _gather_distance(work: Work, index: int, advance: Advance) -> Gathered:
+    """What the slim run lacks, at the FFN's output or after the layer, against the dense run beside it."""
+    ffn, dense, slim = work.ffns[index], work.dense, work.slim
+    assert dense is not None and slim is not None and work.slim_walker is not None
+    modules = [walker.model.get_submodule(ffn.value.name) for walker in (work.walker, work.slim_walker)]
+    slope = _slope(work, index) if work.section.target == "residual" else None
+    sums = [empty_gram(len(work.kept[index]), ffn.hidden, work.setup.device) for _ in range(2)]
+    energy = torch.zeros((), dtype=torch.float64, device=work.setup.device)
+    for at, batch in enumerate(work.batches):
+        with watched(modules[0]) as full, watched(modules[1]) as thin:
+            after = dense.run(index, dense.before(at))
+            dense.keep(at, after)
+            mine = slim.run(index, slim.before(at))
+        rest = full[1].float() - thin[1].float() if slope is None else (after.float() - mine.float()) / slope
+        _add(sums, energy, work, at, thin[0], full[1], rest)
+        advance(batch.numel())
+    _sum_over(work, sums, energy)
+    fitted, held = (as_problem(mirror(part)) for part in sums)
+    return Gathered(fitted, held, float(energy), "output" if slope is None else "residual")
+
+
+def _slope(work: Work, index: int) -> float | None:
+    """How the layer's output grows with its FFN's: 1 where it is added to the stream, None where a norm is between."""
+    stream, ffn = work.dense, work.ffns[index]
+    assert stream is not None
+    states = stream.before(0)[:1] if work.batches else work.walker.record(torch.zeros(1, 8, dtype=torch.int64))[0]
+    slope = residual_slope(work.walker.model.get_submodule(ffn.name), partial(stream.run, index, states))
+    agreed: float | None = work.setup.ranks.data_of_first(slope)
+    return agreed
+
+
+def _add(
+    sums: list[Gram], energy: Tensor, work: Work, at: int, h: Tensor, y: Tensor, rest: Tensor | None = None
+) -> None:
+    """Share the tokens of a batch between fitted and held-back sums."""
+    for part, mine in zip(sums, (~work.held[at], work.held[at]), strict=True):
+        if mine.any():
+            chosen = [None if item is None else item[mine, work.skip_first :].flatten(0, 1) for item in (h, rest)]
+            assert chosen[0] is not None
+            add_tokens(part, chosen[0], chosen[1])
+    energy += y[work.held[at], work.skip_first :].float().square().sum(dtype=torch.float64)
+
+
+def _sum_over(work: Work, sums: list[Gram], energy: Tensor) -> None:
+    for part in sums:
+        work.setup.ranks.sum(*part.parts())
+    work.setup.ranks.sum(energy)
+
+
+def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) -> tuple[Fit | None, dict[str, Any]]:
+    """The fit that is best on held-back tokens, made again with them; None where none is better than no change.
+
+    `values` `[slots, hidden]` are the kept ones. The report's errors are of the fit without the held-back tokens, as
+    shares of what the dense FFN writes there.
+    """
+    length = torch.linalg.vector_norm(values.double(), dim=1)
+    ridges = RIDGES if section.ridge == "auto" else (section.ridge,)
+    biases = (False, True) if bias and section.bias == "auto" else (False,)
+    fits = [fit(gathered.fitted, length, ridge, bias=with_bias) for ridge in ridges for with_bias in biases]
+    errors = [square_error(gathered.held, found) for found in fits]
+    before, after = square_error(gathered.held, None), min(errors)
+    best = fits[errors.index(after)]
+    energy = max(gathered.energy, torch.finfo(torch.float64).tiny)
+    report = {
+        "error_before": max(before, 0.0) / energy,
+        "error_after": max(after, 0.0) / energy,
+        "ridge": best.ridge,
+        "damping": best.damping,
+        "bias": best.bias is not None,
+        "refitted": after < before,
+    }
+    if not after < before:
+        return None, report
+    return fit(joined(gathered.fitted, gathered.held), length, best.ridge, bias=best.bias is not None), report
+
+
+def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, Tensor]:
+    """The value matrix, as it is stored, and its bias where that changed; the same on every rank."""
+    rows = (values.to(found.change) + found.change).to(work.stored).cpu()
+    new = {f"{ffn.value.name}.weight": (rows if ffn.value.slot_axis == 0 else rows.T).contiguous()}
+    if found.bias is not None:
+        bias = work.walker.model.get_submodule(ffn.value.name).bias
+        new[f"{ffn.value.name}.bias"] = (bias.to(found.bias) + found.bias).to(work.stored).cpu()
+    return {name: work.setup.ranks.tensor_of_first(tensor) for name, tensor in new.items()}
+
+
+def _put(walker: Walker, ffn: Ffn, new: dict[str, Tensor], setup: Setup) -> None:
+    """Give the filled layer of `walker` the `new` parameters of its FFN."""
+    value = walker.model.get_submodule(ffn.value.name)
+    for name, tensor in new.items():
+        value._parameters[name.rpartition(".")[2]] = nn.Parameter(tensor.to(setup.device, setup.dtype), False)
+
+
+@contextmanager
+def naming(ffn: str) -> Iterator[None]:
+    """Say which FFN an error is of."""
+    try:
+        yield
+    except KvpruneError as error:
+        raise KvpruneError(f"{ffn}: {error}") from None
