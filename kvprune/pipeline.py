@@ -347,20 +347,23 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     slim, _ = load_model(place.model, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
     speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)
-    plan = read_plan(place.plan)
+    budget = read_json(place.model / "kvprune.json")["budget"]
     inputs = {**checkpoint, "tasks": task_fingerprint(recipe.evaluate)}
-    sizes = {"dense": (plan.before, dense.checkpoint), "slim": (plan.after, open_checkpoint(place.model))}
+    sizes = {
+        "dense": (budget["before"]["total_params"], dense.checkpoint),
+        "slim": (budget["after"]["total_params"], open_checkpoint(place.model)),
+    }
     results = {
         "provenance": provenance("results", stage_recipe(recipe, "evaluate"), inputs),
         "model": {"title": dense.source.title, "note": dense.source.note},
     } | {
         name: {
-            "params": size.total_params,
+            "params": params,
             "bytes": weights.bytes,
             "tasks": tasks[name],
             "prefill_tokens_per_second": speeds[name],
         }
-        for name, (size, weights) in sizes.items()
+        for name, (params, weights) in sizes.items()
     }
     _save_recipe(place, recipe)
     write_json(place.results, results)

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +126,33 @@ def anonymous_bytes() -> int:
     raise SystemExit("this kernel does not report RssAnon")
 
 
-def measure_memory() -> None:
-    """Export once in this process and print the peak over what it held before, sampled every millisecond."""
-    dense = open_dense(BUILTIN)
-    plan = half_plan(dense)
-    peak, over = [0], threading.Event()
-    before = anonymous_bytes()
+@contextmanager
+def watching_memory() -> Iterator[list[int]]:
+    """A list with the largest anonymous memory of this process meanwhile, sampled every millisecond."""
+    peak, over = [anonymous_bytes()], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.001):
-            peak[0] = max(peak[0], anonymous_bytes() - before)
+            peak[0] = max(peak[0], anonymous_bytes())
 
     watcher = threading.Thread(target=watch)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        watcher.start()
-        export_only(dense, plan, Path(name) / "out")
+    watcher.start()
+    try:
+        yield peak
+    finally:
         over.set()
         watcher.join()
+
+
+def measure_memory() -> None:
+    """Export once in this process and print the peak over what it held before."""
+    dense = open_dense(BUILTIN)
+    plan = half_plan(dense)
+    before = anonymous_bytes()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name, watching_memory() as peak:
+        export_only(dense, plan, Path(name) / "out")
     largest = max(entry.end - entry.start for entry in dense.checkpoint.tensors.values())
-    print(json.dumps({"peak": peak[0], "largest": largest}))
+    print(json.dumps({"peak": peak[0] - before, "largest": largest}))
 
 
 def bench_memory() -> None:

@@ -47,7 +47,7 @@ def test_json_is_one_object_on_stdout_and_progress_goes_to_stderr(recipe: Path, 
     done = kvprune("run", recipe, "-o", tmp_path / "run", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["slim"]["params"] > 0
-    assert "calibrate: 512 of 512 tokens" in done.stderr
+    assert "calibrate: 1,024 of 1,024 token-layers" in done.stderr
     shown = kvprune("show", tmp_path / "run", "--json", "-q")
     assert json.loads(shown.stdout)["stages"][0] == {"stage": "calibrate", "status": "current", "reason": ""}
     assert shown.stderr == ""

@@ -88,15 +88,15 @@ def test_all_problems_are_reported_at_once() -> None:
     }
     assert problems(data) == [
         "r: calibrate.skp_first: unknown key. Did you mean skip_first? "
-        "Allowed: text, tokens, sequence_length, skip_first, seed",
+        "Allowed: text, tokens, sequence_length, skip_first, seed, collect",
         "r: calibrate.text.sorce: unknown key. Did you mean source? Allowed: source, config, split, field, weight",
         "r: calibrate.text.source: missing, and it has no default",
         "r: calibrate.tokens: should be a valid integer, got 1.5",
         "r: evaluate.tasks: should be a valid list, got 'builtin'",
         "r: plan.budget.keep: should be greater than 0, got 0",
         "r: plan.score: should be 'wanda', 'fire_rate', 'contribution', 'fluctuation', 'activation_norm', "
-        "'weight_norm' or 'random', got 'wnda'",
-        "r: zzz: unknown key. Allowed: model, dtype, calibrate, plan, evaluate",
+        "'reconstruction', 'greedy', 'weight_norm' or 'random', got 'wnda'",
+        "r: zzz: unknown key. Allowed: model, dtype, calibrate, plan, refit, evaluate",
     ]
 
 
@@ -357,6 +357,7 @@ FULL = {
         "sequence_length": 16,
         "skip_first": 2,
         "seed": 7,
+        "collect": ["counts", "gram"],
     },
     "plan": {
         "score": "fire_rate",
@@ -367,6 +368,7 @@ FULL = {
         "floor": 8,
         "protect": {0: [1, 2], 11: []},
     },
+    "refit": {"method": "sequential", "target": "output", "ridge": "auto", "bias": "none"},
     "evaluate": {"tasks": ["builtin", "piqa"], "limit": 3, "num_fewshot": 0, "max_length": 64, "bootstrap_iters": 9},
 }
 
@@ -383,7 +385,7 @@ def test_what_is_dumped_loads_as_the_same_recipe(tmp_path: Path, data: dict[str,
 
 def test_each_value_belongs_to_one_stage_at_most() -> None:
     recipe = make_recipe(FULL)
-    parts = [set(stage_recipe(recipe, stage)) for stage in ("calibrate", "plan", "export", "evaluate")]
+    parts = [set(stage_recipe(recipe, stage)) for stage in ("calibrate", "plan", "refit", "export", "evaluate")]
     assert sum(len(part) for part in parts) == len(set.union(*parts)) == len(Recipe.model_fields)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvprune.errors import KvpruneError
 from kvprune.ffn import scores
 from kvprune.ffn.counting import count
+from kvprune.ffn.gram import add_tokens, elimination, empty_gram, mirror
 from kvprune.ffn.scores import GUARD_FACTOR, GUARD_SHARE, SCORES, giants
 from kvprune.ffn.stats import FfnStats, empty_stats
 from kvprune.recipe import make_recipe
@@ -137,7 +138,24 @@ def test_a_silent_slot_scores_nothing(name: Score) -> None:
 
 @pytest.mark.parametrize("name", SCORES)
 def test_nothing_counted_is_finite(name: Score) -> None:
-    assert bool(torch.isfinite(score(name, empty_stats(*norms()))).all())
+    stats = empty_stats(*norms())
+    stats.removal_cost, stats.removal_turn = elimination(mirror(empty_gram(SLOTS, 0)), torch.diag(norms()[0]))
+    assert bool(torch.isfinite(score(name, stats)).all())
+
+
+def test_scores_of_a_gram_matrix_are_what_was_found_from_it_and_refused_without() -> None:
+    a = coefficients()
+    stats, sums = counted(a), empty_gram(SLOTS, 0)
+    for name in ("reconstruction", "greedy"):
+        with pytest.raises(KvpruneError, match=r"calibrate with calibrate\.collect=\[counts, gram\]"):
+            SCORES[name](stats, section(score="wanda"), 0)
+    add_tokens(sums, a[:, SKIP:].flatten(0, 1))
+    values = torch.diag(norms()[0])  # no slot can stand in for another
+    stats.removal_cost, stats.removal_turn = elimination(mirror(sums), values)
+    assert torch.equal(score("reconstruction", stats), stats.removal_cost)
+    assert score("greedy", stats).argsort().tolist() == stats.removal_turn.argsort().tolist()
+    assert int(score("greedy", stats)[5]) == 0  # the silent slot falls first
+    assert int(score("reconstruction", stats).argmin()) == 5
 
 
 def wide(slots: int = 400) -> Tensor:

@@ -85,7 +85,36 @@ class Replaced:
         return self.elements
 
 
-Change = Cut | Replaced
+@dataclass(frozen=True)
+class Added:
+    """Write a tensor of these elements, of the safetensors `dtype`, at the end of `file`, where no such tensor was."""
+
+    elements: npt.NDArray[Any]
+    dtype: str
+    file: str
+
+    def entry(self, name: str) -> TensorEntry:
+        """What the source would hold if it held the tensor."""
+        return TensorEntry(name, self.file, self.dtype, self.elements.shape, 0, self.elements.nbytes)
+
+    def shape(self, _: TensorEntry) -> tuple[int, ...]:
+        """Their shape."""
+        return self.elements.shape
+
+    def words(self, _data: memoryview, _entry: TensorEntry) -> npt.NDArray[Any]:
+        """The elements themselves."""
+        return self.elements
+
+
+Change = Cut | Replaced | Added
+
+
+def changed_entries(checkpoint: "Checkpoint", changes: dict[str, Change], file: str) -> list[TensorEntry]:
+    """The tensors of `file` in their order, and those that are added to it."""
+    held = [entry for entry in checkpoint.tensors.values() if entry.file == file]
+    return held + [
+        change.entry(name) for name, change in changes.items() if isinstance(change, Added) and change.file == file
+    ]
 
 
 @dataclass(frozen=True)
@@ -236,11 +265,12 @@ def _write_blocks(out: IO[bytes], data: memoryview) -> None:
 
 def find_difference(checkpoint: Checkpoint, changes: dict[str, Change], slim: Checkpoint) -> str | None:
     """Compare every tensor of `slim` bit for bit with what `changes` make of `checkpoint`. None, or what differs."""
-    if list(checkpoint.tensors) != list(slim.tensors):
+    entries = {file: changed_entries(checkpoint, changes, file) for file in checkpoint.files}
+    if [entry.name for file in checkpoint.files for entry in entries[file]] != list(slim.tensors):
         return "the tensor names differ"
     for file in checkpoint.files:
         with mapped(checkpoint.folder / file) as dense, mapped(slim.folder / file) as thin:
-            for entry in (entry for entry in checkpoint.tensors.values() if entry.file == file):
+            for entry in entries[file]:
                 if not _is_expected(dense, entry, changes.get(entry.name), thin, slim.tensors[entry.name]):
                     return f"{entry.name} is not what it should be"
     return None

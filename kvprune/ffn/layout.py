@@ -53,6 +53,11 @@ class Ffn:
         weights = {f"{matrix.name}.weight": matrix.slot_axis for matrix in (*self.keys, self.value)}
         return weights | {f"{key.name}.bias": 0 for key in self.keys if key.bias}
 
+    def missing_biases(self) -> dict[str, str]:
+        """Names of the biases that its matrices could have and do not, each with the name of its weight."""
+        bare = (matrix.name for matrix in (*self.keys, self.value) if not matrix.bias)
+        return {f"{name}.bias": f"{name}.weight" for name in bare}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -61,6 +66,7 @@ class Layout:
     ffns: tuple[Ffn, ...]
     layers: tuple[str, ...]  # the decoder layers that they are in, one each
     width_field: str
+    bias_field: str | None  # a switch that gives every matrix of every FFN a bias, and nothing else, where there is one
     total_params: int
 
     @property
@@ -89,7 +95,8 @@ def find_layout(config: Any, *, trust_remote_code: bool = False) -> Layout:
     for ffn in ffns:
         _probe_separable(narrow.get_submodule(ffn.name), ffn)
     names = tuple(f"{path}.{index}" for index in range(len(layers)))
-    return Layout(ffns, names, field, sum(parameter.numel() for parameter in model.parameters()))
+    bias_field = _bias_field(model, config, ffns, trust_remote_code)
+    return Layout(ffns, names, field, bias_field, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -209,6 +216,23 @@ def _width_field(model: Any, config: Any, ffns: tuple[Ffn, ...], trust_remote_co
         f"model type {config.model_type}: FFN width {width} cannot be set by one field of config.json "
         f"(tried {', '.join(candidates) or 'none'}), so no slim checkpoint would load"
     )
+
+
+def _bias_field(model: Any, config: Any, ffns: tuple[Ffn, ...], trust_remote_code: bool) -> str | None:
+    """The config field that is off and would give all FFNs biases and nothing else (Llama's mlp_bias)."""
+    expected = {name for name, _ in model.named_parameters()} | {name for ffn in ffns for name in ffn.missing_biases()}
+    if all(ffn.value.bias for ffn in ffns):
+        return None
+    for key in [key for key, value in config.to_dict().items() if value is False and "bias" in key]:
+        clone = copy.deepcopy(config)
+        setattr(clone, key, True)
+        try:
+            biased = meta_model(clone, trust_remote_code=trust_remote_code)
+        except KvpruneError:
+            continue  # not a switch of this model
+        if {name for name, _ in biased.named_parameters()} == expected:
+            return str(key)
+    return None
 
 
 def _narrowed(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:

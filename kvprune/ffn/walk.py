@@ -63,12 +63,15 @@ class Walker:
     def filled(self, index: int) -> Iterator[nn.Module]:
         """Decoder layer `index` with its weights, which it has for this long only."""
         layer = self.layer(index)
-        empty = layer.state_dict()
-        layer.load_state_dict({name: self.read(f"{self.layers[index]}.{name}") for name in empty}, assign=True)
+        before = [(module, {**module._parameters}, {**module._buffers}) for module in layer.modules()]
+        weights = {name: self.read(f"{self.layers[index]}.{name}") for name in layer.state_dict()}
         try:
+            layer.load_state_dict(weights, assign=True)
             yield layer
         finally:
-            layer.load_state_dict(empty, assign=True)
+            for module, parameters, buffers in before:
+                module._parameters = parameters
+                module._buffers = buffers
 
     @torch.inference_mode()
     def record(self, tokens: Tensor) -> tuple[Tensor, list[Call]]:

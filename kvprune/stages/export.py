@@ -13,16 +13,18 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from kvprune.artifacts import Plan, RunFolder, digest, fsync, provenance, read_json, write_json, write_text
+from kvprune.artifacts import Plan, RunFolder, Size, digest, fsync, provenance, read_json, write_json, write_text
 from kvprune.card import model_card
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import (
     INDEX,
+    Added,
     Change,
     Checkpoint,
     Cut,
     Replaced,
+    changed_entries,
     find_difference,
     model_names,
     open_checkpoint,
@@ -64,10 +66,29 @@ def make_changes(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[st
         slots = np.array(item.kept, dtype=np.int64)
         for name, axis in ffn.cuts().items():
             changes[dense.names[name]] = Cut(axis, slots)
-    for name, tensor in values.items():
-        words = tensor.contiguous().view(WORDS[tensor.element_size()]).numpy()
-        changes[dense.names[name]] = Replaced(words.view(f"<u{tensor.element_size()}"))
+    for name, tensor in {**values, **added_biases(dense, plan, values)}.items():
+        words = tensor.contiguous().view(WORDS[tensor.element_size()]).numpy().view(f"<u{tensor.element_size()}")
+        if name in dense.names:
+            changes[dense.names[name]] = Replaced(words)
+        else:
+            weight = dense.checkpoint.tensors[dense.names[f"{name.removesuffix('.bias')}.weight"]]
+            changes[f"{weight.name.removesuffix('.weight')}.bias"] = Added(words, weight.dtype, weight.file)
     return changes
+
+
+def added_biases(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All biases of FFNs that had none, by parameter names, where `values` hold one: a config has them all or none."""
+    ffns = dense.layout.ffns
+    if not any(f"{ffn.value.name}.bias" in values for ffn in ffns) or all(ffn.value.bias for ffn in ffns):
+        return {}
+    kind = dense.stored_dtype()
+    zeros = {
+        f"{matrix.name}.bias": torch.zeros(size, dtype=kind)
+        for ffn, item in zip(ffns, plan.ffns, strict=True)
+        for matrix, size in [*((key, item.width) for key in ffn.keys), (ffn.value, ffn.hidden)]
+        if not matrix.bias
+    }
+    return {name: values.get(name, zero) for name, zero in zeros.items()}
 
 
 def write_weights(checkpoint: Checkpoint, changes: dict[str, Change], target: Path) -> None:
@@ -75,11 +96,22 @@ def write_weights(checkpoint: Checkpoint, changes: dict[str, Change], target: Pa
     sizes = {file: (checkpoint.folder / file).stat().st_size for file in checkpoint.files}
     total = sum(sizes.values())
     for file in progress(checkpoint.files, total=total, label="export", unit="bytes", per_item=total // len(sizes)):
-        entries = [entry for entry in checkpoint.tensors.values() if entry.file == file]
+        entries = changed_entries(checkpoint, changes, file)
         write_cut_file(checkpoint.folder / file, entries, changes, target / file)
         fsync(target / file)
     if checkpoint.index is not None:
         write_text(target / INDEX, json.dumps(_cut_index(checkpoint, changes), indent=2) + "\n")
+
+
+def with_biases(size: Size, added: dict[str, Tensor]) -> Size:
+    """The size with biases that were `added`; bytes are those of their elements."""
+    elements = sum(tensor.numel() for tensor in added.values())
+    return replace(
+        size,
+        ffn_params=size.ffn_params + elements,
+        total_params=size.total_params + elements,
+        bytes=size.bytes + sum(tensor.nbytes for tensor in added.values()),
+    )
 
 
 def _cut_index(checkpoint: Checkpoint, changes: dict[str, Change]) -> dict[str, Any]:
@@ -91,6 +123,10 @@ def _cut_index(checkpoint: Checkpoint, changes: dict[str, Change]) -> dict[str, 
         "total_size": sum(elements[entry.name] * entry.itemsize for entry, _ in entries),
     }
     index = {**(checkpoint.index or {})}
+    added = {name: change for name, change in changes.items() if isinstance(change, Added)}
+    removed["total_parameters"] -= sum(change.elements.size for change in added.values())
+    removed["total_size"] -= sum(change.elements.nbytes for change in added.values())
+    index["weight_map"] = {**index["weight_map"], **{name: change.file for name, change in added.items()}}
     index["metadata"] = {
         key: value - removed.get(key, 0) if key in removed else value
         for key, value in (index.get("metadata") or {}).items()
@@ -112,7 +148,8 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
     try:
         part.mkdir(parents=True)
         write_weights(dense.checkpoint, changes, part)
-        write_config(dense, plan, part)
+        added = added_biases(dense, plan, values)
+        write_config(dense, plan, part, biased=bool(added))
         carry_over(dense, part)
         verified = verify(dense, plan, values, part)
         about = provenance(
@@ -124,7 +161,11 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
                 "model": source.fingerprint,
             },
             model={"title": source.title, "commit": source.commit, "note": source.note},
-            budget={"requested": plan.budget, "before": asdict(plan.before), "after": asdict(plan.after)},
+            budget={
+                "requested": plan.budget,
+                "before": asdict(plan.before),
+                "after": asdict(replace(with_biases(plan.after, added), bytes=open_checkpoint(part).bytes)),
+            },
             ffns=[asdict(item) for item in plan.ffns],
             refit=refitted[1]["layers"] if refitted else [],
             verified=asdict(verified),
@@ -179,10 +220,12 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     return data
 
 
-def write_config(dense: Dense, plan: Plan, target: Path) -> None:
-    """Write config.json into `target`: the dense one with another width."""
+def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False) -> None:
+    """Write config.json into `target`: the dense one with another width, and the FFN's biases on if `biased`."""
     config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
     config[dense.layout.width_field] = plan.ffns[0].width
+    if biased and dense.layout.bias_field is not None:
+        config[dense.layout.bias_field] = True
     write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -217,7 +260,7 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
     if (difference := find_difference(dense.checkpoint, make_changes(dense, plan, values), slim)) is not None:
         raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
     load_tokenizer(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
-    _check_shapes(dense, slim, folder)
+    _check_shapes(dense, slim, folder, set(added_biases(dense, plan, values)))
     needed = 4 * plan.before.total_params + (LOGIT_TOKENS * 2**20)
     if needed > psutil.virtual_memory().available:
         note = f"not run: float32 weights need {needed:,} bytes of memory"
@@ -239,7 +282,7 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
     return Verified(len(slim.tensors), f"AutoModelForCausalLM as {type(model).__name__}", distance, "")
 
 
-def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path) -> None:
+def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str]) -> None:
     """The slim config builds a model whose parameters have the names and shapes of the slim weight files."""
     config = load_config(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
     model = meta_model(config, trust_remote_code=dense.trust_remote_code)
@@ -248,7 +291,7 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path) -> None:
     wrong = [
         name for name, disk in names.items() if shapes.get(name, slim.tensors[disk].shape) != slim.tensors[disk].shape
     ]
-    if wrong or names != dense.names:
+    if wrong or {name: disk for name, disk in names.items() if name not in added} != dense.names:
         raise KvpruneError(f"export: the slim config and weights do not fit each other: {(wrong or ['names'])[0]}")
 
 
@@ -282,15 +325,12 @@ def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
 def put_values(model: Any, layout: Layout, plan: Plan, values: dict[str, Tensor]) -> None:
     """Give the dense model the refitted `values` of its kept slots, in place."""
     for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
-        for name in (f"{ffn.value.name}.weight", f"{ffn.value.name}.bias"):
-            if name not in values:
-                continue
-            parameter, new = model.get_parameter(name), values[name]
-            if name.endswith(".bias"):
-                parameter.copy_(new)
-            else:
-                kept = torch.tensor(item.kept, device=parameter.device)
-                parameter.index_copy_(ffn.value.slot_axis, kept, new.to(parameter))
+        value = model.get_submodule(ffn.value.name)
+        if (new := values.get(f"{ffn.value.name}.weight")) is not None:
+            kept = torch.tensor(item.kept, device=value.weight.device)
+            value.weight.index_copy_(ffn.value.slot_axis, kept, new.to(value.weight))
+        if (bias := values.get(f"{ffn.value.name}.bias")) is not None:
+            value.bias = nn.Parameter(bias.to(value.weight), requires_grad=False)
 
 
 def _masking(mask: Tensor) -> Any:

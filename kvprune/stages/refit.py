@@ -46,6 +46,7 @@ from kvprune.schema import Recipe, Refit
 from kvprune.sources.texts import token_digest
 
 HELD_ONE_IN = 8  # sequences; the second, the tenth, …
+BYTES_OF_HEADER = 160  # what a tensor may take of a safetensors header
 RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # what `auto` tries
 
 
@@ -87,6 +88,7 @@ class Work:
     kept: list[list[int]]
     skip_first: int
     stored: torch.dtype  # of values in the checkpoint
+    bias: bool  # whether there may be value biases
     walker: Walker
     slim_walker: Walker | None
     dense: Stream | None
@@ -130,6 +132,7 @@ def _open(
         kept,
         recipe.calibrate.skip_first,
         dense.stored_dtype(),
+        _may_have_biases(dense, plan, section),
         walkers["dense"],
         walkers.get("slim"),
         streams.get("dense"),
@@ -140,6 +143,25 @@ def _open(
         shelf,
         done,
     )
+
+
+def _may_have_biases(dense: Dense, plan: Plan, section: Refit) -> bool:
+    """Whether values can have a bias: they do already, or config.json has a switch for it and the budget the room."""
+    ffns, field = dense.layout.ffns, dense.layout.bias_field
+    if section.bias == "none" or all(ffn.value.bias for ffn in ffns):
+        return section.bias != "none"
+    if field is None:
+        return False
+    tensors = [name for ffn in ffns for name in ffn.missing_biases()]
+    elements = sum(ffn.hidden + len(ffn.keys) * item.width for ffn, item in zip(ffns, plan.ffns, strict=True))
+    reached = {
+        "params": plan.after.total_params + elements,
+        "bytes": plan.after.bytes + elements * dense.stored_dtype().itemsize + len(tensors) * BYTES_OF_HEADER,
+    }
+    over = [unit for unit, amount in reached.items() if amount > plan.budget.get(unit, amount)]
+    if over:
+        log.info("refit: no biases: with %s they would be over the budget of %s", field, over[0])
+    return not over
 
 
 def _check_tokens(tokens: Tensor, skip_first: int, slots: int) -> None:
@@ -179,7 +201,7 @@ def _refit_layer(work: Work, index: int, advance: Advance) -> tuple[dict[str, Te
         distance = work.slim_walker is not None and work.section.target != "input"
         gathered = (_gather_distance if distance else _gather_removed)(work, index, advance)
         with naming(ffn.name):
-            found, report = choose(gathered, values, work.section, bias=ffn.value.bias)
+            found, report = choose(gathered, values, work.section, bias=work.bias)
         new = {} if found is None else _new_values(work, ffn, values, found)
         if work.slim is not None and work.slim_walker is not None:
             _put(work.slim_walker, ffn, new, work.setup)
@@ -290,8 +312,9 @@ def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, T
     rows = (values.to(found.change) + found.change).to(work.stored).cpu()
     new = {f"{ffn.value.name}.weight": (rows if ffn.value.slot_axis == 0 else rows.T).contiguous()}
     if found.bias is not None:
-        bias = work.walker.model.get_submodule(ffn.value.name).bias
-        new[f"{ffn.value.name}.bias"] = (bias.to(found.bias) + found.bias).to(work.stored).cpu()
+        old = work.walker.model.get_submodule(ffn.value.name).bias
+        bias = found.bias if old is None else old.to(found.bias) + found.bias
+        new[f"{ffn.value.name}.bias"] = bias.to(work.stored).cpu()
     return {name: work.setup.ranks.tensor_of_first(tensor) for name, tensor in new.items()}
 
 
