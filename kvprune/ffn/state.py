@@ -128,12 +128,15 @@ class Shelf:
         """Remove all of it, once its result is on disk."""
         self.ranks.all_true(True)
         for left in self.states.glob(f"*.{self.ranks.rank}.*"):
-            left.unlink()
-        for folder in (self.folder, self.states):
-            if self.ranks.first:
+            left.unlink(missing_ok=True)  # a state of another rank may be called so, too
+        with suppress(OSError):  # another rank's may still be there
+            self.states.rmdir()
+        self.ranks.all_true(True)
+        if self.ranks.first:
+            for folder in (self.folder, self.states):
                 shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # others may keep theirs beside it
-                folder.parent.rmdir()
+            with suppress(OSError):  # other walks may keep theirs beside it
+                self.folder.parent.rmdir()
 
     def _layer(self, index: int) -> Path:
         return self.folder / f"layer.{index}.safetensors"

@@ -145,14 +145,12 @@ def open_walker(
     within = tuple(f"{layer}." for layer in layers)
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in model.state_dict():
-        if name.startswith(within):
-            if name not in known:
-                raise CannotWalkError(f"its weight files do not hold {name} as one tensor")
-        elif name.startswith(f"{model.base_model_prefix}."):
+        stored = [other for other in (name, *_tied_to(name, tied)) if other in known]
+        if not stored or (name.startswith(within) and name not in known):  # of the head, too, which export needs
+            raise CannotWalkError(f"its weight files do not hold {name} as one tensor")
+        if name.startswith(f"{model.base_model_prefix}.") and not name.startswith(within):
             owner, _, last = name.rpartition(".")
-            stored = [other for other in (name, *_tied_to(name, tied)) if other in known]
-            if stored:
-                _set(model.get_submodule(owner), last, read(stored[0]))
+            _set(model.get_submodule(owner), last, read(stored[0]))
     return Walker(model, layers, read, setup.device)
 
 
@@ -200,7 +198,8 @@ class Setup:
 
     def share(self, items: Tensor) -> list[Tensor]:
         """This rank's batches of `items` `[sequences, …]`: whole ones, each computed as it would be alone."""
-        return list(torch.split(items, self.batch_size))[self.ranks.rank :: self.ranks.count]
+        batches = torch.split(items, self.batch_size) if len(items) else ()
+        return list(batches[self.ranks.rank :: self.ranks.count])
 
     def about(self) -> dict[str, Any]:
         """What an artifact says of it."""

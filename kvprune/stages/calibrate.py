@@ -99,7 +99,11 @@ def _walk(recipe: Recipe, dense: Dense, walker: Walker, tokens: Tensor, setup: S
                             seconds = (time.perf_counter() - started) * len(batches) * (len(ffns) - done)
                             log.info("time: counting %s tokens takes about %.0f s", f"{tokens.numel():,}", seconds)
                 sum_over(ranks, stats)
-                refuse_not_finite(ffn.name, stats)
+                try:
+                    refuse_not_finite(ffn.name, stats)
+                except KvpruneError:  # on every rank: there is nothing to go on from
+                    shelf.clear()
+                    raise
                 if gram is not None:
                     ranks.sum(*gram.parts())
                     stats.removal_cost, stats.removal_turn = elimination(mirror(gram), value_rows(value, ffn))
