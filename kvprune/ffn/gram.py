@@ -5,6 +5,7 @@ Slots are scaled by the length of their value before anything is damped: how an 
 then changes nothing.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ SCORE_RIDGE = 0.01  # damping of the inverse that scores are read from, relative
 ELIMINATION_STEPS = 64  # in how many blocks all slots fall
 EXACT_WIDTH = 8192  # up to here solves are in float64; above, memory counts and they are in float32
 DAMPING_TRIES = 8
+NOT_FINITE = "a Gram matrix is not finite; check the weights, or try dtype: float32"
 
 
 @dataclass
@@ -160,6 +162,8 @@ def fit(problem: Problem, length: Tensor, ridge: float, *, bias: bool = False) -
     Raises KvpruneError where the sums are not finite.
     """
     gram, cross = problem.gram, problem.cross
+    if not torch.isfinite(cross).all():
+        raise KvpruneError(NOT_FINITE)
     n = max(problem.tokens, 1)
     if bias:
         gram = gram - torch.outer(problem.slot_sum, problem.slot_sum) / n
@@ -176,7 +180,7 @@ def _factor(scaled: Tensor, ridge: float) -> tuple[Tensor, float]:
     diagonal = scaled.diagonal().clone()
     mean = float(diagonal.mean())
     if not torch.isfinite(diagonal).all():
-        raise KvpruneError("a Gram matrix is not finite; check the weights, or try dtype: float32")
+        raise KvpruneError(NOT_FINITE)
     damping = ridge
     for _ in range(DAMPING_TRIES):
         scaled.diagonal().copy_(diagonal + (damping * mean or 1.0))  # where nothing ever fires, nothing changes
@@ -188,13 +192,15 @@ def _factor(scaled: Tensor, ridge: float) -> tuple[Tensor, float]:
 
 
 def square_error(problem: Problem, found: Fit | None) -> float:
-    """Σ over tokens of ‖R − H X − b‖²; without a fit, of ‖R‖²."""
-    if found is None:
-        return problem.rest_square
-    x, b = found.change, found.bias
-    error = problem.rest_square - 2 * float((x * problem.cross).sum()) + float((x * (problem.gram @ x)).sum())
-    if b is not None:
-        error += float(problem.tokens * b.dot(b) - 2 * b.dot(problem.rest_sum - problem.slot_sum @ x))
+    """Σ over tokens of ‖R − H X − b‖²; without a fit, of ‖R‖². Raises KvpruneError where that is not finite."""
+    error = problem.rest_square
+    if found is not None:
+        x, b = found.change, found.bias
+        error += float((x * (problem.gram @ x)).sum()) - 2 * float((x * problem.cross).sum())
+        if b is not None:
+            error += float(problem.tokens * b.dot(b) - 2 * b.dot(problem.rest_sum - problem.slot_sum @ x))
+    if not math.isfinite(error):
+        raise KvpruneError(NOT_FINITE)
     return error
 
 
