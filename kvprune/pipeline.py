@@ -25,6 +25,7 @@ from kvprune.artifacts import (
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.ffn.checkpoint import open_checkpoint
+from kvprune.ffn.state import find_shelf
 from kvprune.ffn.stats import read_stats
 from kvprune.ffn.walk import Setup
 from kvprune.options import DEFAULT, Options, prepare
@@ -196,6 +197,7 @@ def _need(place: RunFolder, recipe: Recipe, stage: str) -> None:
 def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
     current = stage_states(place, recipe)[stage].status == "current"
     if current:
+        _save_recipe(place, recipe)  # another one may have come and gone in between
         log.info("%s: done before, current", stage)
     return current
 
@@ -232,11 +234,19 @@ def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options,
     if ranks.data_of_first(_current(place, recipe, "calibrate") if ranks.first else None):
         if ranks.first:
             _save_recipe(place, recipe)
+            _sweep(place, place.stats, options)
         return
     setup, walker = prepare(recipe, dense, options, ranks, "calibrate")
+    if walker is not None:
+        preflight.check_states(recipe, dense, setup, place.path, stage="calibrate")
     tokens = ranks.tensor_of_first(_tokens(recipe, place, dense, setup, options) if ranks.first else None)
-    preflight.check_states(recipe, dense, setup, place.path, stage="calibrate")
     calibrating.calibrate(recipe, dense, walker, tokens, place, setup)
+
+
+def _sweep(place: RunFolder, finished: Path, options: Options) -> None:
+    """Remove what a stop after the walk to `finished` may have left of it."""
+    about = {key: value for key, value in read_meta(finished).items() if key != "layers"}
+    find_shelf(place.walk, Path(options.hidden_cache or place.walk), place.path, about, ALONE).clear()
 
 
 def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, options: Options) -> Tensor:
@@ -299,11 +309,13 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
     if not ranks.data_of_first(_current(place, recipe, "refit") if ranks.first else None):
         setup, walker = prepare(recipe, dense, options, ranks, "refit")
         assert walker is not None
-        tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
         preflight.check_states(recipe, dense, setup, place.path, stage="refit")
+        tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
         refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup)
         if ranks.first:
             log.info("%s", refit_table(read_meta(place.values)["layers"]))
+    elif ranks.first:
+        _sweep(place, place.values, options)
     found: dict[str, Any] = ranks.data_of_first(read_meta(place.values) if ranks.first else None)
     return found
 

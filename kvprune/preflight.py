@@ -119,7 +119,8 @@ def check_sampling(dense: Dense, setup: Setup) -> None:
 def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage: str) -> None:
     """Raise KvpruneError where the disk for hidden states has less than two or three times their size."""
     wanted = need(recipe, dense, setup, stage=stage, whole=False).hidden * (2 if setup.in_memory else 3)
-    place = next(folder for folder in ((setup.cache or run).absolute(), *run.absolute().parents) if folder.exists())
+    states = (setup.cache or run).absolute()
+    place = next(folder for folder in (states, *states.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if wanted > free:
         raise KvpruneError(

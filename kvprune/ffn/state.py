@@ -142,16 +142,25 @@ class Shelf:
         return self.folder / f"layer.{index}.safetensors"
 
 
+def find_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks: Ranks) -> Shelf:
+    """The shelf of the walk of `run` that `about` describes."""
+    name = _prefix(run) + _short(json.dumps(about, sort_keys=True))
+    return Shelf(base / name, states / name, ranks)
+
+
 def open_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks: Ranks) -> Shelf:
     """The shelf of the walk of `run` that `about` describes; what other walks of this run left there is removed."""
-    mine = f"{_short(str(run.resolve()))}-"
-    name = mine + _short(json.dumps(about, sort_keys=True))
+    shelf = find_shelf(base, states, run, about, ranks)
     for folder in (base, states):
-        for other in folder.glob(f"{mine}*"):
-            if other.name != name and ranks.first:
+        for other in folder.glob(f"{_prefix(run)}*"):
+            if other.name != shelf.folder.name and ranks.first:
                 log.info("%s: removed what another recipe or batch size had left unfinished", other.name)
                 shutil.rmtree(other)
-    return Shelf(base / name, states / name, ranks)
+    return shelf
+
+
+def _prefix(run: Path) -> str:
+    return f"{_short(str(run.resolve()))}-"
 
 
 def _short(text: str) -> str:

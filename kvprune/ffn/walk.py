@@ -90,7 +90,7 @@ class Walker:
 
             return forward
 
-        reason = "something happens between its layers"
+        reason, between = "", "something happens between its layers"
         for plural in (False, True):  # a model takes a layer's output as it is, or the first of a tuple
             calls.clear()
             embedded.clear()
@@ -101,12 +101,13 @@ class Walker:
             except _Recorded:
                 if len(calls) == len(layers) and embedded[-1] is embedded[0]:
                     return embedded[0], calls
+                reason = between
             except (TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError, ValueError) as error:
-                reason = f"its layers cannot be called one by one: {' '.join(str(error).split())[:200]}"
+                reason = reason or f"its layers cannot be called one by one: {' '.join(str(error).split())[:200]}"
             finally:
                 for layer in layers:
                     del layer.forward
-        raise CannotWalkError(reason)
+        raise CannotWalkError(reason or between)
 
 
 class _Recorded(Exception):  # noqa: N818  (no error: the last layer is reached)
