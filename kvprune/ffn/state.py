@@ -84,7 +84,8 @@ def _part(folder: Path, name: str) -> Path:
 
 def _mapped(path: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A file as a tensor that is written through; made, or brought to its size, where it is not there."""
-    if not shape.numel():
+    if not shape.numel():  # of a rank without a batch
+        path.touch()
         return torch.empty(shape, dtype=dtype)
     return torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
@@ -149,10 +150,13 @@ def find_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks
 
 
 def open_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks: Ranks) -> Shelf:
-    """The shelf of the walk of `run` that `about` describes; what other walks of this run left there is removed."""
+    """The shelf of the walk of `run` that `about` describes; what other walks of this run left there is removed.
+
+    `base` is the run's own folder, `states` may have those of other runs, too.
+    """
     shelf = find_shelf(base, states, run, about, ranks)
-    for folder in (base, states):
-        for other in folder.glob(f"{_prefix(run)}*"):
+    for folder, others in ((base, "*"), (states, f"{_prefix(run)}*")):
+        for other in folder.glob(others):
             if other.name != shelf.folder.name and ranks.first:
                 log.info("%s: removed what another recipe or batch size had left unfinished", other.name)
                 shutil.rmtree(other)
