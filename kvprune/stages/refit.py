@@ -38,7 +38,7 @@ from kvprune.ffn.gram import (
 )
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Shelf, open_shelf
-from kvprune.ffn.walk import Setup, Stream, Walker, open_stream
+from kvprune.ffn.walk import Read, Setup, Stream, Walker, open_stream, reader
 from kvprune.ffn.watching import residual_slope, value_rows, watched
 from kvprune.progress import Advance, advancing, log
 from kvprune.recipe import stage_recipe
@@ -88,6 +88,7 @@ class Work:
     kept: list[list[int]]
     skip_first: int
     stored: torch.dtype  # of values in the checkpoint
+    read: Read  # parameters in that type: what runs in a lower one must not lose digits on disk
     bias: bool  # whether there may be value biases
     walker: Walker
     slim_walker: Walker | None
@@ -132,6 +133,7 @@ def _open(
         kept,
         recipe.calibrate.skip_first,
         dense.stored_dtype(),
+        reader(dense.checkpoint, dense.names, dense.stored_dtype(), setup.device),
         _may_have_biases(dense, plan, section),
         walkers["dense"],
         walkers.get("slim"),
@@ -197,7 +199,8 @@ def _refit_layer(work: Work, index: int, advance: Advance) -> tuple[dict[str, Te
         stack.enter_context(work.walker.filled(index))
         if work.slim_walker is not None:
             stack.enter_context(work.slim_walker.filled(index))
-        values = value_rows(work.walker.model.get_submodule(ffn.value.name), ffn)[kept].clone()
+        weight = work.read(f"{ffn.value.name}.weight")
+        values = (weight if ffn.value.slot_axis == 0 else weight.T)[kept]
         distance = work.slim_walker is not None and work.section.target != "input"
         gathered = (_gather_distance if distance else _gather_removed)(work, index, advance)
         with naming(ffn.name):
@@ -312,8 +315,8 @@ def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, T
     rows = (values.to(found.change) + found.change).to(work.stored).cpu()
     new = {f"{ffn.value.name}.weight": (rows if ffn.value.slot_axis == 0 else rows.T).contiguous()}
     if found.bias is not None:
-        old = work.walker.model.get_submodule(ffn.value.name).bias
-        bias = found.bias if old is None else old.to(found.bias) + found.bias
+        old = f"{ffn.value.name}.bias"
+        bias = work.read(old).to(found.bias) + found.bias if ffn.value.bias else found.bias
         new[f"{ffn.value.name}.bias"] = bias.to(work.stored).cpu()
     return {name: work.setup.ranks.tensor_of_first(tensor) for name, tensor in new.items()}
 
