@@ -140,7 +140,7 @@ class Refit(BaseModel):
     model_config = SECTION
     method: Literal["none", "oneshot", "sequential"] = "none"
     target: Literal["residual", "output", "input"] | None = None
-    ridge: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = 0.01
+    ridge: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
     bias: Literal["auto", "none"] = "auto"
 
     @field_validator("target")

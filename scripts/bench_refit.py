@@ -22,6 +22,7 @@ from kvprune.artifacts import RunFolder, read_plan, read_tensors, write_json
 from kvprune.dense import Dense, open_dense
 from kvprune.recipe import make_recipe
 from kvprune.results.table import grid
+from kvprune.schema import GRAM_SCORES
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.stages.export import mask_slots, put_values
 
@@ -95,7 +96,7 @@ def main() -> None:
                         "text": sources[text],
                         "tokens": tokens,
                         "sequence_length": 512,
-                        "collect": ["counts", "gram"],
+                        "collect": ["counts", "gram"] if set(arguments.scores) & set(GRAM_SCORES) else ["counts"],
                     },
                     "plan": {"round_to": 1},
                 }

@@ -35,11 +35,11 @@ class Gram:
     slot_sum: Tensor  # float64 [slots]
     rest_sum: Tensor  # float64 [hidden]
     rest_square: Tensor  # float64 []
-    tokens: Tensor  # int64 []
+    weight: Tensor  # float64 [], of all tokens: their number where they have no weights
 
     def parts(self) -> tuple[Tensor, ...]:
         """All that adds up."""
-        return self.gram, self.cross, self.slot_sum, self.rest_sum, self.rest_square, self.tokens
+        return self.gram, self.cross, self.slot_sum, self.rest_sum, self.rest_square, self.weight
 
 
 def empty_gram(slots: int, hidden: int, device: torch.device | str = "cpu") -> Gram:
@@ -54,21 +54,25 @@ def empty_gram(slots: int, hidden: int, device: torch.device | str = "cpu") -> G
         slot_sum=zeros(slots),
         rest_sum=zeros(hidden),
         rest_square=zeros(),
-        tokens=zeros(dtype=torch.int64),
+        weight=zeros(),
     )
 
 
-def add_tokens(sums: Gram, coefficients: Tensor, rest: Tensor | None = None) -> None:
-    """Add coefficients `[tokens, slots]` and, where there is one, the rest `[tokens, hidden]`, in place."""
-    h = coefficients.float()
+def add_tokens(sums: Gram, coefficients: Tensor, rest: Tensor | None = None, weights: Tensor | None = None) -> None:
+    """Add coefficients `[tokens, slots]` and, where there is one, the rest `[tokens, hidden]`, in place.
+
+    With `weights` `[tokens]`, errors count by their squares.
+    """
+    w = torch.ones(len(coefficients), 1, device=coefficients.device) if weights is None else weights.float()[:, None]
+    h = coefficients.float().mul_(w) if coefficients.dtype != torch.float32 else coefficients * w
     for start, end in _blocks(h.shape[1]):
         sums.gram[start:end, start:].addmm_(h[:, start:end].T, h[:, start:])
-    sums.slot_sum += h.sum(0, dtype=torch.float64)
-    sums.tokens += h.shape[0]
+    sums.slot_sum += (h.T @ w)[:, 0]
+    sums.weight += w.square().sum(dtype=torch.float64)
     if rest is not None:
-        r = rest.float()
+        r = rest.float() * w
         sums.cross.addmm_(h.T, r)
-        sums.rest_sum += r.sum(0, dtype=torch.float64)
+        sums.rest_sum += (r.T @ w)[:, 0]
         sums.rest_square += r.square().sum(dtype=torch.float64)
 
 
@@ -93,7 +97,7 @@ class Problem:
     slot_sum: Tensor  # [slots]
     rest_sum: Tensor  # [hidden]
     rest_square: float
-    tokens: int
+    weight: float
 
 
 def solving_type(slots: int) -> torch.dtype:
@@ -110,7 +114,7 @@ def as_problem(sums: Gram) -> Problem:
         sums.slot_sum.to(kind),
         sums.rest_sum.to(kind),
         float(sums.rest_square),
-        int(sums.tokens),
+        float(sums.weight),
     )
 
 
@@ -129,7 +133,7 @@ def removal_problem(sums: Gram, values: Tensor, kept: Sequence[int]) -> Problem:
         sums.slot_sum[keep].to(kind),
         w.T @ sums.slot_sum[removed].to(kind),
         float((w * (gone_gram @ w)).sum()),
-        int(sums.tokens),
+        float(sums.weight),
     )
 
 
@@ -141,7 +145,7 @@ def joined(one: Problem, other: Problem) -> Problem:
         one.slot_sum + other.slot_sum,
         one.rest_sum + other.rest_sum,
         one.rest_square + other.rest_square,
-        one.tokens + other.tokens,
+        one.weight + other.weight,
     )
 
 
@@ -164,7 +168,7 @@ def fit(problem: Problem, length: Tensor, ridge: float, *, bias: bool = False) -
     gram, cross = problem.gram, problem.cross
     if not torch.isfinite(cross).all():
         raise KvpruneError(NOT_FINITE)
-    n = max(problem.tokens, 1)
+    n = problem.weight or 1.0
     if bias:
         gram = gram - torch.outer(problem.slot_sum, problem.slot_sum) / n
         cross = cross - torch.outer(problem.slot_sum, problem.rest_sum) / n
@@ -198,7 +202,7 @@ def square_error(problem: Problem, found: Fit | None) -> float:
         x, b = found.change, found.bias
         error += float((x * (problem.gram @ x)).sum()) - 2 * float((x * problem.cross).sum())
         if b is not None:
-            error += float(problem.tokens * b.dot(b) - 2 * b.dot(problem.rest_sum - problem.slot_sum @ x))
+            error += float(problem.weight * b.dot(b) - 2 * b.dot(problem.rest_sum - problem.slot_sum @ x))
     if not math.isfinite(error):
         raise KvpruneError(NOT_FINITE)
     return error

@@ -8,10 +8,13 @@ aims at is its `target`:
 * output: what the dense FFN writes in a run of the dense model beside it
 * residual: the hidden states that the dense run has after the layer
 
+Errors count relative to the size of the hidden state that they are in. All tokens count, first ones too: a fit that
+does not see the few tokens with massive activations is free to ruin them.
+
 A share of the sequences is held back from the sums: it chooses the ridge, and says what the refit is worth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +50,7 @@ from kvprune.sources.texts import token_digest
 
 HELD_ONE_IN = 8  # sequences; the second, the tenth, …
 BYTES_OF_HEADER = 160  # what a tensor may take of a safetensors header
-RIDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # what `auto` tries
+RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # what `auto` tries
 
 
 @torch.inference_mode()
@@ -65,7 +68,7 @@ def refit(
         run=setup.about(),
     )
     work = _open(recipe, dense, walker, plan, tokens, run, setup, meta)
-    _check_tokens(tokens, work.skip_first, plan.ffns[0].width)
+    _check_tokens(tokens, plan.ffns[0].width)
     passes = 2 if work.slim is not None else 1
     total = passes * sum(batch.numel() for batch in work.batches) * (len(plan.ffns) - work.done)
     with advancing(total=total, label="refit", unit="token-layers") as advance:
@@ -86,7 +89,6 @@ class Work:
     section: Refit
     ffns: tuple[Ffn, ...]
     kept: list[list[int]]
-    skip_first: int
     stored: torch.dtype  # of values in the checkpoint
     read: Read  # parameters in that type: what runs in a lower one must not lose digits on disk
     bias: bool  # whether there may be value biases
@@ -131,7 +133,6 @@ def _open(
         section,
         dense.layout.ffns,
         kept,
-        recipe.calibrate.skip_first,
         dense.stored_dtype(),
         reader(dense.checkpoint, dense.names, dense.stored_dtype(), setup.device),
         _may_have_biases(dense, plan, section),
@@ -166,11 +167,11 @@ def _may_have_biases(dense: Dense, plan: Plan, section: Refit) -> bool:
     return not over
 
 
-def _check_tokens(tokens: Tensor, skip_first: int, slots: int) -> None:
+def _check_tokens(tokens: Tensor, slots: int) -> None:
     """Refuse a single sequence, and warn where there are fewer tokens than slots to tell apart."""
     if len(tokens) < 2:
         raise KvpruneError("refit: one sequence cannot be both fitted and held back; raise calibrate.tokens")
-    fitted = int((torch.arange(len(tokens)) % HELD_ONE_IN != 1).sum()) * (tokens.shape[1] - skip_first)
+    fitted = int((torch.arange(len(tokens)) % HELD_ONE_IN != 1).sum()) * tokens.shape[1]
     if fitted < slots:
         wanted = -(-4 * slots // tokens.shape[1]) * tokens.shape[1]
         log.warning(
@@ -226,7 +227,7 @@ def _gather_removed(work: Work, index: int, advance: Advance) -> Gathered:
             after = stream.run(index, stream.before(at), layer)
         if stream is work.dense:
             stream.keep(at, after)
-        _add(sums, energy, work, at, seen[0], seen[1])
+        _add(sums, energy, work, at, token_weights(after), seen[0], seen[1])
         advance(batch.numel())
     _sum_over(work, sums, energy)
     values = value_rows(value, ffn)
@@ -248,7 +249,7 @@ def _gather_distance(work: Work, index: int, advance: Advance) -> Gathered:
             dense.keep(at, after)
             mine = slim.run(index, slim.before(at))
         rest = full[1].float() - thin[1].float() if slope is None else (after.float() - mine.float()) / slope
-        _add(sums, energy, work, at, thin[0], full[1], rest)
+        _add(sums, energy, work, at, token_weights(after, mine), thin[0], full[1], rest)
         advance(batch.numel())
     _sum_over(work, sums, energy)
     fitted, held = (as_problem(mirror(part)) for part in sums)
@@ -257,24 +258,50 @@ def _gather_distance(work: Work, index: int, advance: Advance) -> Gathered:
 
 def _slope(work: Work, index: int) -> float | None:
     """How the layer's output grows with its FFN's: 1 where it is added to the stream, None where a norm is between."""
-    stream, ffn = work.dense, work.ffns[index]
+    stream, slope = work.dense, None
     assert stream is not None
-    states = stream.before(0)[:1] if work.batches else work.walker.record(torch.zeros(1, 8, dtype=torch.int64))[0]
-    slope = residual_slope(work.walker.model.get_submodule(ffn.name), partial(stream.run, index, states))
+    if work.setup.ranks.first:  # the one that always has a batch
+        module = work.walker.model.get_submodule(work.ffns[index].name)
+        slope = residual_slope(module, partial(stream.run, index, stream.before(0)[:1]))
     agreed: float | None = work.setup.ranks.data_of_first(slope)
     return agreed
 
 
+def token_weights(after: Tensor, slim: Tensor | None = None) -> Tensor:
+    """How much errors on each token count, `[sequences, tokens]`, from hidden states after the layer.
+
+    The next layer sees them normed, so an error is one relative to their rms. Where the slim run is lost, farther from
+    the dense one than nothing at all, there is nothing to learn: a massive activation that came up in one of the two
+    alone would have the slots that write it silenced, and those make the attention sinks.
+    """
+    states = after.float()
+    weights = states.square().mean(2).clamp(min=torch.finfo(torch.float32).tiny).rsqrt()
+    if slim is not None:
+        lost = (slim.float() - states).square().sum(2) > states.square().sum(2)
+        weights = weights.masked_fill(lost, 0)
+    return weights
+
+
 def _add(
-    sums: list[Gram], energy: Tensor, work: Work, at: int, h: Tensor, y: Tensor, rest: Tensor | None = None
+    sums: list[Gram],
+    energy: Tensor,
+    work: Work,
+    at: int,
+    weights: Tensor,
+    h: Tensor,
+    y: Tensor,
+    rest: Tensor | None = None,
 ) -> None:
     """Share the tokens of a batch between fitted and held-back sums."""
     for part, mine in zip(sums, (~work.held[at], work.held[at]), strict=True):
         if mine.any():
-            chosen = [None if item is None else item[mine, work.skip_first :].flatten(0, 1) for item in (h, rest)]
-            assert chosen[0] is not None
-            add_tokens(part, chosen[0], chosen[1])
-    energy += y[work.held[at], work.skip_first :].float().square().sum(dtype=torch.float64)
+            tokens, lacking, weight = (
+                None if item is None else item[mine].flatten(0, 1) for item in (h, rest, weights)
+            )
+            assert tokens is not None
+            add_tokens(part, tokens, lacking, weight)
+    mine = work.held[at]
+    energy += (y.float() * weights[..., None])[mine].square().sum(dtype=torch.float64)
 
 
 def _sum_over(work: Work, sums: list[Gram], energy: Tensor) -> None:
@@ -290,12 +317,20 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
     shares of what the dense FFN writes there.
     """
     length = torch.linalg.vector_norm(values.double(), dim=1)
-    ridges = RIDGES if section.ridge == "auto" else (section.ridge,)
-    biases = (False, True) if bias and section.bias == "auto" else (False,)
-    fits = [fit(gathered.fitted, length, ridge, bias=with_bias) for ridge in ridges for with_bias in biases]
-    errors = [square_error(gathered.held, found) for found in fits]
-    before, after = square_error(gathered.held, None), min(errors)
-    best = fits[errors.index(after)]
+    before = square_error(gathered.held, None)
+    tried: dict[tuple[float, bool], tuple[float, Fit]] = {}
+
+    def error(ridge: float, with_bias: bool = False) -> float:
+        if (ridge, with_bias) not in tried:
+            found = fit(gathered.fitted, length, ridge, bias=with_bias)
+            tried[ridge, with_bias] = square_error(gathered.held, found), found
+        return tried[ridge, with_bias][0]
+
+    ridge = _lowest(error, RIDGES) if section.ridge == "auto" else section.ridge
+    error(ridge)
+    if bias:
+        error(ridge, True)
+    after, best = min(tried.values(), key=lambda item: item[0])
     energy = max(gathered.energy, torch.finfo(torch.float64).tiny)
     report = {
         "error_before": max(before, 0.0) / energy,
@@ -308,6 +343,17 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
     if not after < before:
         return None, report
     return fit(joined(gathered.fitted, gathered.held), length, best.ridge, bias=best.bias is not None), report
+
+
+def _lowest(error: Callable[[float], float], ridges: tuple[float, ...]) -> float:
+    """The ridge of the lowest error, found downhill from the middle: the error falls and then rises with the ridge."""
+    at = len(ridges) // 2
+    while True:
+        near = [other for other in (at - 1, at, at + 1) if 0 <= other < len(ridges)]
+        lowest = min(near, key=lambda other: error(ridges[other]))
+        if lowest == at:
+            return ridges[at]
+        at = lowest
 
 
 def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, Tensor]:
