@@ -56,7 +56,7 @@ def summed(h: Tensor, r: Tensor | None = None, pieces: int = 1) -> Gram:
 
 def problem(h: Tensor, r: Tensor) -> Problem:
     """A problem in float64 throughout, so that only the mathematics is compared."""
-    return Problem(h.T @ h, h.T @ r, h.sum(0), r.sum(0), float(r.square().sum()), len(h))
+    return Problem(h.T @ h, h.T @ r, h.sum(0), r.sum(0), float(r.square().sum()), float(len(h)))
 
 
 def lengths(slots: int = SLOTS) -> Tensor:
@@ -93,10 +93,22 @@ def test_sums_over_pieces_are_the_products_over_all_tokens(slots: int, pieces: i
     assert close(sums.gram.double(), exact_h.T @ exact_h, 1e-6)
     assert close(sums.gram.T, sums.gram, 1e-6)
     assert close(sums.cross.double(), exact_h.T @ exact_r, 1e-6)
-    assert close(sums.slot_sum, exact_h.sum(0))
-    assert close(sums.rest_sum, exact_r.sum(0))
+    assert close(sums.slot_sum, exact_h.sum(0), 1e-6)
+    assert close(sums.rest_sum, exact_r.sum(0), 1e-6)
     assert float(sums.rest_square) == pytest.approx(float(exact_r.square().sum()), rel=1e-6)
-    assert int(sums.tokens) == TOKENS
+    assert float(sums.weight) == TOKENS
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_token_with_a_weight_counts_as_often_as_its_square_says(kind: torch.dtype) -> None:
+    h, r = coefficients().to(kind), rest().to(kind)
+    times = torch.arange(TOKENS) % 4
+    sums = empty_gram(SLOTS, HIDDEN)
+    add_tokens(sums, h, r, times.sqrt())
+    often = summed(h.repeat_interleave(times, 0), r.repeat_interleave(times, 0))
+    for found, expected in zip(mirror(sums).parts(), often.parts(), strict=True):
+        assert close(found.double(), expected.double(), 1e-5)
+    assert torch.equal(h, coefficients().to(kind))
 
 
 def test_sums_without_a_rest_have_none() -> None:
@@ -244,7 +256,7 @@ def test_a_gram_matrix_without_a_factor_is_damped_until_it_has_one_and_says_so()
 
 def test_a_gram_matrix_that_no_damping_mends_is_refused() -> None:
     sums = problem(coefficients(), rest())
-    bad = Problem(-sums.gram, sums.cross, sums.slot_sum, sums.rest_sum, sums.rest_square, sums.tokens)
+    bad = Problem(-sums.gram, sums.cross, sums.slot_sum, sums.rest_sum, sums.rest_square, sums.weight)
     with pytest.raises(KvpruneError, match="no Cholesky factor"):
         fit(bad, lengths(), 1e-6)
 

@@ -18,7 +18,7 @@ from kvprune.sources.texts import sequences
 from kvprune.stages import refit as refitting
 from tests.conftest import COMMON, SHAPES, recipe_data, tiny_config, tiny_model, tiny_tokenizer, words
 
-SKIP = 2  # tokens of a sequence that do not count
+SKIP = 2  # tokens of a sequence that are not counted by calibrate; a refit reads them all
 LENGTH = 32
 BOTH = pytest.mark.parametrize("method", ["oneshot", "sequential"])
 GRANITE = {**{key: value for key, value in COMMON.items() if key != "head_dim"}, "residual_multiplier": 0.3}
@@ -100,8 +100,8 @@ class Hand:
         return torch.cat([before for before, _ in seen]), torch.cat([after for _, after in seen])
 
     def states(self, model: Any, index: int = -1) -> Tensor:
-        """Hidden states after a decoder layer, counted tokens as rows."""
-        return counted(self.watch(model, self.layout.layers[index])[1])
+        """Hidden states after a decoder layer, tokens as rows."""
+        return tokens_of(self.watch(model, self.layout.layers[index])[1])
 
     def values(self, index: int) -> Tensor:
         """All values of a layer, float64 `[slots, hidden]`."""
@@ -112,9 +112,9 @@ def as_rows(ffn: Ffn, weight: Tensor) -> Tensor:
     return (weight if ffn.value.slot_axis == 0 else weight.T).detach().double()
 
 
-def counted(states: Tensor) -> Tensor:
-    """The tokens that count, as rows in float64."""
-    return states[:, SKIP:].flatten(0, 1).double()
+def tokens_of(states: Tensor) -> Tensor:
+    """Tokens as rows, in float64."""
+    return states.flatten(0, 1).double()
 
 
 def removed(ffn: Ffn, kept: list[int]) -> list[int]:
@@ -129,9 +129,15 @@ def solution(h: Tensor, r: Tensor, w: Tensor, ridge: float) -> Tensor:
     return w + change
 
 
-def importance(after: Tensor) -> Tensor:
-    """What a token's error is multiplied with, `[tokens, 1]`, given the states after the layer: all count alike."""
-    return torch.ones_like(after[:, :1])
+def importance(after: Tensor, slim: Tensor | None = None) -> Tensor:
+    """What a token's error is multiplied with, `[tokens, 1]`: the less, the louder the states after the layer.
+
+    Nothing where those of the slim run are farther from them than 0 is.
+    """
+    distance = 0 * after if slim is None else slim - after
+    near = distance.norm(dim=1, keepdim=True) <= after.norm(dim=1, keepdim=True)
+    weight: Tensor = after.square().mean(1, keepdim=True).rsqrt() * near
+    return weight
 
 
 def agrees(got: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -169,7 +175,7 @@ def test_oneshot_is_its_formula_on_the_dense_model(shape: str, dtype: torch.dtyp
     hand, (tensors, layers) = Hand(run), found(run)
     assert [(layer["refitted"], layer["target"]) for layer in layers] == [(True, "removed")] * 2
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
-        h, w, gone = counted(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
+        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
         h = h * importance(hand.states(hand.dense, at))
         new = tensors.pop(f"{ffn.value.name}.weight")
         assert new.dtype == dtype
@@ -199,16 +205,16 @@ def test_sequential_is_solved_on_what_the_slim_layers_below_give(shape: str, tar
     below: dict[str, Tensor] = {}
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
         slim, scale = hand.slim(below), 0.3 if shape == "granite" else 1
-        h, written = map(counted, hand.watch(slim, ffn.value.name))
+        h, written = map(tokens_of, hand.watch(slim, ffn.value.name))
         after = hand.states(hand.dense, at)
         if target == "input":
-            goal = counted(hand.dense.get_submodule(ffn.name)(hand.watch(slim, ffn.name)[0]).detach())
+            goal = tokens_of(hand.dense.get_submodule(ffn.name)(hand.watch(slim, ffn.name)[0]).detach())
             lacking, after = goal - written, hand.states(slim, at) + scale * (goal - written)
         elif target == "output":
-            lacking = counted(hand.watch(hand.dense, ffn.value.name)[1]) - written
+            lacking = tokens_of(hand.watch(hand.dense, ffn.value.name)[1]) - written
         else:
             lacking = (after - hand.states(slim, at)) / scale
-        weight = importance(after)
+        weight = importance(after, None if target == "input" else hand.states(slim, at))
         expected = solution(h * weight, lacking * weight, hand.values(at)[item.kept], 0.5)
         name = f"{ffn.value.name}.weight"
         assert agrees(as_rows(ffn, tensors[name]), expected, torch.float32)
@@ -233,7 +239,7 @@ def test_a_bias_that_is_there_is_refitted_with_the_values(tmp_path: Path) -> Non
     (tensors, layers), hand = found(run), Hand(run)
     assert [layer["bias"] for layer in layers] == [True, True]
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
-        h, w, gone = counted(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
+        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
         weight = importance(hand.states(hand.dense, at))
         share = weight.square() / weight.square().sum()
         mine, lacking = h[:, item.kept], h[:, gone] @ w[gone]
@@ -246,15 +252,27 @@ def test_a_bias_that_is_there_is_refitted_with_the_values(tmp_path: Path) -> Non
         assert not agrees(old, expected, torch.float32)
 
 
+def test_a_token_counts_by_the_size_of_its_state_unless_the_slim_run_lost_it() -> None:
+    after = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    slim = after.clone()
+    slim[0, 1] *= -0.1
+    slim[1, 3] *= 0.1  # far, and yet on its way
+    expected = importance(after.flatten(0, 1), slim.flatten(0, 1)).view(2, 5)
+    assert expected.eq(0).nonzero().tolist() == [[0, 1]]
+    assert torch.allclose(refitting.token_weights(after, slim), expected)
+    assert bool(refitting.token_weights(after).gt(0).all())
+    assert bool(refitting.token_weights(0 * after).isfinite().all())
+
+
 @BOTH
 def test_the_errors_told_are_those_on_held_back_tokens(method: str, tmp_path: Path) -> None:
     run = refitted(save(tmp_path / "dense"), tmp_path / "run", method=method, ridge=0.5, bias="none")
     hand, layer = Hand(run), found(run)[1][0]
     ffn, kept = hand.layout.ffns[0], hand.plan.ffns[0].kept
     w, gone = hand.values(0), removed(ffn, kept)
-    held = (torch.arange(len(hand.tokens)) % 8 == 1).repeat_interleave(LENGTH - SKIP)
-    weight = importance(hand.states(hand.dense, 0))
-    coefficients, written = (weight * counted(part) for part in hand.watch(hand.dense, ffn.value.name))
+    held = (torch.arange(len(hand.tokens)) % 8 == 1).repeat_interleave(LENGTH)
+    weight = importance(hand.states(hand.dense, 0), hand.states(hand.slim(), 0) if method == "sequential" else None)
+    coefficients, written = (weight * tokens_of(part) for part in hand.watch(hand.dense, ffn.value.name))
     h, others = coefficients[held], coefficients[~held]
     new = solution(others[:, kept], others[:, gone] @ w[gone], w[kept], 0.5)
     energy = float(written[held].square().sum())

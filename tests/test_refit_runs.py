@@ -261,7 +261,7 @@ def test_too_few_tokens_for_the_slots_are_warned_of_with_a_number_that_is_enough
     dense = save(tmp_path / "dense")
     refitted(dense, tmp_path / "few", tokens=2 * LENGTH, method="oneshot")
     (line,) = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-    assert "30 tokens are fewer than the 36 slots" in line
+    assert "32 tokens are fewer than the 36 slots" in line
     caplog.clear()
     refitted(dense, tmp_path / "enough", tokens=int(re.findall(r"calibrate\.tokens=(\d+)", line)[0]), method="oneshot")
     assert not [line for line in caplog.records if line.levelno == logging.WARNING]
