@@ -50,6 +50,7 @@ from kvprune.sources.texts import token_digest
 
 HELD_ONE_IN = 8  # sequences; the second, the tenth, …
 BYTES_OF_HEADER = 160  # what a tensor may take of a safetensors header
+BIAS_GAIN = 0.99  # a bias must bring the held-back error below so much of that without
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # what `auto` tries
 
 
@@ -327,10 +328,9 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
         return tried[ridge, with_bias][0]
 
     ridge = _lowest(error, RIDGES) if section.ridge == "auto" else section.ridge
-    error(ridge)
-    if bias:
-        error(ridge, True)
-    after, best = min(tried.values(), key=lambda item: item[0])
+    after, best = error(ridge), tried[ridge, False][1]
+    if bias and error(ridge, True) < BIAS_GAIN * after:
+        after, best = tried[ridge, True]
     energy = max(gathered.energy, torch.finfo(torch.float64).tiny)
     report = {
         "error_before": max(before, 0.0) / energy,
