@@ -40,6 +40,7 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
         if verified["logit_difference"] is not None
         else verified["note"]
     )
+    values = " or refitted values" if about["refit"] else ""
     return f"""---
 {yaml.safe_dump(head, sort_keys=False).strip()}
 ---
@@ -47,14 +48,14 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
 # {model["title"]}, slimmed with kvprune
 
 {origin}{note} with {plan["allocation"]} FFN widths {widths}, slots chosen by the score `{plan["score"]}` on
-{recipe["calibrate"]["tokens"]:,} tokens of {_texts(recipe["calibrate"]["text"])}. Nothing was trained.
+{recipe["calibrate"]["tokens"]:,} tokens of {_texts(recipe["calibrate"]["text"])}. {_refit(about)}
 
 | | dense | slim | kept |
 |---|---:|---:|---:|
 {table}
 
 Requested budget: {budget_words(budget["requested"])}.
-Verified at export: {verified["tensors"]} tensors equal the expected slices bit for bit, and {proof}.
+Verified at export: {verified["tensors"]} tensors equal the expected slices{values} bit for bit, and {proof}.
 
 ## Load
 
@@ -73,6 +74,20 @@ def _texts(sources: list[dict[str, Any]]) -> str:
     if len(sources) == 1:
         return f"`{sources[0]['source']}`"
     return " and ".join(f"`{source['source']}` (weight {source['weight']:g})" for source in sources)
+
+
+def _refit(about: dict[str, Any]) -> str:
+    """What was done to the values."""
+    layers = about["refit"]
+    if not layers:
+        return "Values are as they were, and nothing was trained."
+    done = [layer for layer in layers if layer["refitted"]]
+    before, after = (sum(layer[key] for layer in layers) / len(layers) for key in ("error_before", "error_after"))
+    method = about["recipe"]["refit"]["method"]
+    return (
+        f"The values of the kept slots were refitted ({method}) in {len(done)} of {len(layers)} layers on the same "
+        f"tokens: mean error on held-back ones {before:.3f} before and {after:.3f} after. Nothing was trained."
+    )
 
 
 def _loader(trust_remote_code: bool) -> str:

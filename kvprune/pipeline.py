@@ -57,7 +57,7 @@ def run(
     _alone("run")
     recipe, place = _begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
-    dense = _open(recipe, place, options)
+    dense = _open(recipe, place, options, walks=("calibrate", "refit"))
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense)
@@ -74,7 +74,7 @@ def calibrate(
     Under torchrun every process counts its share.
     """
     recipe, place = _begin(recipe, folder, overrides)
-    dense = _open(recipe, place, options)
+    dense = _open(recipe, place, options, walks=("calibrate", "refit"))
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         _calibrate(recipe, place, dense, options, ranks)
     return place.stats
@@ -101,7 +101,7 @@ def refit(folder: str | Path, *, overrides: list[str] | None = None, options: Op
     """
     recipe, place = _continue(folder, overrides, "refit")
     _need(place, recipe, "refit")
-    dense = _open(recipe, place, options)
+    dense = _open(recipe, place, options, walks=("refit",))
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         return _refit(recipe, place, dense, options, ranks)
 
@@ -202,8 +202,8 @@ def _current(place: RunFolder, recipe: Recipe, stage: str) -> bool:
     return current
 
 
-def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
-    """Open the model, and check all that can be checked before minutes are spent."""
+def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = ()) -> Dense:
+    """Open the model, and check all that can be checked before minutes are spent on the stages `walks`."""
     for source in recipe.calibrate.text:
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
@@ -220,7 +220,7 @@ def _open(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
         preflight.check_disk(place.path, after.bytes)
     if recipe.refit.method != "none":
         dense.stored_dtype()  # what refitted values must be written in
-    for stage in ("calibrate", "refit"):
+    for stage in walks:
         if states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense

@@ -1,6 +1,7 @@
 """What a run will need and give, told before minutes are spent; and refused where it cannot end well."""
 
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,9 @@ def check_disk(run: Path, needed: int) -> None:
 def _free(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
-    return int(psutil.virtual_memory().available)
+    return int(psutil.virtual_memory().available) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )  # shared with the others
 
 
 def _gib(size: float) -> str:

@@ -31,6 +31,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 takes 1e-4 for a text; everybody else for a number.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML `text` with plain types only. Raises KvpruneError naming `where` and the line."""
     try:

@@ -184,6 +184,12 @@ class Recipe(BaseModel):
     evaluate: Evaluate = Evaluate()
 
     @model_validator(mode="after")
+    def _sequences_to_hold_back(self) -> Self:
+        if self.refit.method != "none" and self.calibrate.tokens < 2 * self.calibrate.sequence_length:
+            raise ValueError("refit: one sequence cannot be both fitted and held back; raise calibrate.tokens")
+        return self
+
+    @model_validator(mode="after")
     def _gram_for_its_scores(self) -> Self:
         collect, score = self.calibrate.collect, self.plan.score
         if "collect" in self.calibrate.model_fields_set and "gram" not in collect and score in GRAM_SCORES:

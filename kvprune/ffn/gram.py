@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvprune.errors import KvpruneError
+from kvprune.progress import log
 
 BLOCKS = 4  # of a symmetric product, of which the lower ones are mirrored: 5/8 of the work
 SCORE_RIDGE = 0.01  # damping of the inverse that scores are read from, relative to the mean of the scaled diagonal
@@ -21,6 +22,18 @@ ELIMINATION_STEPS = 64  # in how many blocks all slots fall
 EXACT_WIDTH = 8192  # up to here solves are in float64; above, memory counts and they are in float32
 DAMPING_TRIES = 8
 NOT_FINITE = "a Gram matrix is not finite; check the weights, or try dtype: float32"
+
+
+def warn_of_few(stage: str, tokens: int, slots: int, length: int) -> None:
+    """Warn where there are fewer `tokens` than `slots` to tell apart, with a number of sequences of `length` to use."""
+    if tokens < slots:
+        log.warning(
+            "%s: %s tokens are fewer than a layer's %s slots, so the damping decides; use calibrate.tokens=%d or more",
+            stage,
+            f"{tokens:,}",
+            f"{slots:,}",
+            -(-4 * slots // length) * length,
+        )
 
 
 @dataclass

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,8 +236,10 @@ def _dequantise(file: Path, folder: Path) -> None:
         (part / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for item in part.iterdir():
             fsync(item)
-        if not folder.is_dir():  # another process may have been faster
+        with suppress(OSError):  # another process may have been faster
             part.rename(folder)
+        if not folder.is_dir():
+            raise OSError(f"{folder}: cannot be made")
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:
         raise KvpruneError(f"model: {file.name}: transformers cannot load this GGUF file: {one_line(error)}") from error
     finally:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvprune.artifacts import RunFolder, provenance, read_tensors, write_tensors
 from kvprune.dense import Dense
-from kvprune.errors import KvpruneError
+from kvprune.errors import KvpruneError, naming
 from kvprune.ffn.counting import make_counters
 from kvprune.ffn.forwards import count_batch, empty, saved_when_stopped
-from kvprune.ffn.gram import elimination, empty_gram, mirror
+from kvprune.ffn.gram import elimination, empty_gram, mirror, warn_of_few
 from kvprune.ffn.state import Shelf, open_shelf
 from kvprune.ffn.stats import FfnStats, first_bad_slot, from_tensors, sum_over, to_tensors
 from kvprune.ffn.walk import Setup, Walker, open_stream
@@ -75,6 +75,9 @@ def _walk(recipe: Recipe, dense: Dense, walker: Walker, tokens: Tensor, setup: S
     """Put the statistics of every FFN on the shelf, one layer after the other."""
     section, ffns, ranks = recipe.calibrate, dense.layout.ffns, setup.ranks
     batches = setup.share(tokens)
+    if "gram" in section.collect:
+        counted_tokens = len(tokens) * (tokens.shape[1] - section.skip_first)
+        warn_of_few("calibrate", counted_tokens, dense.layout.width, tokens.shape[1])
     done = shelf.done([setup.name("dense")])
     if done:
         log.info("calibrate: going on after %d of %d layers", done, len(ffns))
@@ -106,7 +109,8 @@ def _walk(recipe: Recipe, dense: Dense, walker: Walker, tokens: Tensor, setup: S
                     raise
                 if gram is not None:
                     ranks.sum(*gram.parts())
-                    stats.removal_cost, stats.removal_turn = elimination(mirror(gram), value_rows(value, ffn))
+                    with naming(ffn.name):
+                        stats.removal_cost, stats.removal_turn = elimination(mirror(gram), value_rows(value, ffn))
             dense.check_unchanged()
             shelf.finish(index, [stream.hidden], to_tensors([stats], [ffn.name]), {})
 

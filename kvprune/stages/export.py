@@ -103,15 +103,10 @@ def write_weights(checkpoint: Checkpoint, changes: dict[str, Change], target: Pa
         write_text(target / INDEX, json.dumps(_cut_index(checkpoint, changes), indent=2) + "\n")
 
 
-def with_biases(size: Size, added: dict[str, Tensor]) -> Size:
-    """The size with biases that were `added`; bytes are those of their elements."""
+def with_biases(size: Size, added: dict[str, Tensor], folder: Path) -> Size:
+    """The planned size with biases that were `added`, and the bytes that are in `folder` now."""
     elements = sum(tensor.numel() for tensor in added.values())
-    return replace(
-        size,
-        ffn_params=size.ffn_params + elements,
-        total_params=size.total_params + elements,
-        bytes=size.bytes + sum(tensor.nbytes for tensor in added.values()),
-    )
+    return Size(size.slots, size.ffn_params + elements, size.total_params + elements, open_checkpoint(folder).bytes)
 
 
 def _cut_index(checkpoint: Checkpoint, changes: dict[str, Change]) -> dict[str, Any]:
@@ -164,7 +159,7 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
             budget={
                 "requested": plan.budget,
                 "before": asdict(plan.before),
-                "after": asdict(replace(with_biases(plan.after, added), bytes=open_checkpoint(part).bytes)),
+                "after": asdict(with_biases(plan.after, added, part)),
             },
             ffns=[asdict(item) for item in plan.ffns],
             refit=refitted[1]["layers"] if refitted else [],

@@ -14,8 +14,8 @@ does not see the few tokens with massive activations is free to ruin them.
 A share of the sequences is held back from the sums: it chooses the ridge, and says what the refit is worth.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from kvprune.artifacts import Plan, RunFolder, digest, provenance, write_tensors
 from kvprune.dense import Dense
-from kvprune.errors import KvpruneError
+from kvprune.errors import naming
 from kvprune.ffn.gram import (
     Fit,
     Gram,
@@ -38,6 +38,7 @@ from kvprune.ffn.gram import (
     mirror,
     removal_problem,
     square_error,
+    warn_of_few,
 )
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Shelf, open_shelf
@@ -51,6 +52,7 @@ from kvprune.sources.texts import token_digest
 HELD_ONE_IN = 8  # sequences; the second, the tenth, …
 BYTES_OF_HEADER = 160  # what a tensor may take of a safetensors header
 BIAS_GAIN = 0.99  # a bias must bring the held-back error below so much of that without
+SMALLEST_SQUARE = 1e-20  # of a hidden state, in the mean
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # what `auto` tries
 
 
@@ -69,7 +71,7 @@ def refit(
         run=setup.about(),
     )
     work = _open(recipe, dense, walker, plan, tokens, run, setup, meta)
-    _check_tokens(tokens, plan.ffns[0].width)
+    _warn_of_few(tokens, plan.ffns[0].width)
     passes = 2 if work.slim is not None else 1
     total = passes * sum(batch.numel() for batch in work.batches) * (len(plan.ffns) - work.done)
     with advancing(total=total, label="refit", unit="token-layers") as advance:
@@ -168,20 +170,9 @@ def _may_have_biases(dense: Dense, plan: Plan, section: Refit) -> bool:
     return not over
 
 
-def _check_tokens(tokens: Tensor, slots: int) -> None:
-    """Refuse a single sequence, and warn where there are fewer tokens than slots to tell apart."""
-    if len(tokens) < 2:
-        raise KvpruneError("refit: one sequence cannot be both fitted and held back; raise calibrate.tokens")
+def _warn_of_few(tokens: Tensor, slots: int) -> None:
     fitted = int((torch.arange(len(tokens)) % HELD_ONE_IN != 1).sum()) * tokens.shape[1]
-    if fitted < slots:
-        wanted = -(-4 * slots // tokens.shape[1]) * tokens.shape[1]
-        log.warning(
-            "refit: %s tokens are fewer than the %s slots of a layer, so values lean on the ridge; use "
-            "calibrate.tokens=%d or more",
-            f"{fitted:,}",
-            f"{slots:,}",
-            wanted,
-        )
+    warn_of_few("refit", fitted, slots, tokens.shape[1])
 
 
 @dataclass(frozen=True)
@@ -276,7 +267,8 @@ def token_weights(after: Tensor, slim: Tensor | None = None) -> Tensor:
     alone would have the slots that write it silenced, and those make the attention sinks.
     """
     states = after.float()
-    weights = states.square().mean(2).clamp(min=torch.finfo(torch.float32).tiny).rsqrt()
+    size = states.square().mean(2)
+    weights = size.rsqrt().masked_fill(size < SMALLEST_SQUARE, 0)  # a state of zeros says nothing
     if slim is not None:
         lost = (slim.float() - states).square().sum(2) > states.square().sum(2)
         weights = weights.masked_fill(lost, 0)
@@ -337,7 +329,7 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
         "error_after": max(after, 0.0) / energy,
         "ridge": best.ridge,
         "damping": best.damping,
-        "bias": best.bias is not None,
+        "bias": after < before and best.bias is not None,
         "refitted": after < before,
     }
     if not after < before:
@@ -372,12 +364,3 @@ def _put(walker: Walker, ffn: Ffn, new: dict[str, Tensor], setup: Setup) -> None
     value = walker.model.get_submodule(ffn.value.name)
     for name, tensor in new.items():
         value._parameters[name.rpartition(".")[2]] = nn.Parameter(tensor.to(setup.device, setup.dtype), False)
-
-
-@contextmanager
-def naming(ffn: str) -> Iterator[None]:
-    """Say which FFN an error is of."""
-    try:
-        yield
-    except KvpruneError as error:
-        raise KvpruneError(f"{ffn}: {error}") from None
