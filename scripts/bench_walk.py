@@ -27,12 +27,16 @@ import torch
 from bench_calibrate import anonymous_bytes, seconds, watching_memory
 
 import kvprune
-from kvprune.artifacts import RunFolder
+from kvprune.artifacts import RunFolder, digest, write_plan
 from kvprune.dense import open_dense
 from kvprune.ffn.stats import read_stats
+from kvprune.ffn.walk import Setup
 from kvprune.recipe import make_recipe
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.sources.texts import sequences
+from kvprune.stages import calibrate as calibrating
+from kvprune.stages import plan as planning
+from kvprune.stages import refit
 
 BIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -47,58 +51,44 @@ BIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-RECIPE = {"model": BUILTIN, "calibrate": {"sequence_length": 512}, "plan": {"budget": {"keep": 0.8}, "round_to": 128}}
 
 
+@torch.inference_mode()
 def bench_time(tokens: int, rounds: int) -> None:
-    """A calibration and a refit against the plain forward."""
+    """The two stages that walk, against the plain forward."""
     dense = open_dense(BUILTIN)
     model = dense.load("auto", "cpu")
-    section = {**RECIPE["calibrate"], "tokens": tokens}  # type: ignore[dict-item]
-    counts = make_recipe({**RECIPE, "calibrate": section})
-    gram = make_recipe({**RECIPE, "calibrate": {**section, "collect": ["counts", "gram"]}})
-    batches = torch.split(sequences(counts.calibrate, load_tokenizer(dense.source)), 8)
+    section = {"sequence_length": 512, "tokens": tokens}
+    plan = {"budget": {"keep": 0.8}, "round_to": 128}
+    refitting = {"method": "sequential"}
+    counts = make_recipe({"model": BUILTIN, "calibrate": section, "plan": plan, "refit": refitting})
+    gram = make_recipe({"model": BUILTIN, "calibrate": {**section, "collect": ["counts", "gram"]}, "plan": plan})
+    ids = sequences(counts.calibrate, load_tokenizer(dense.source))
+    setup = Setup("cpu", torch.bfloat16, 8)
+    walker = dense.walker(setup, 512)
 
-    @torch.inference_mode()
     def forward() -> None:
-        for batch in batches:
+        for batch in torch.split(ids, 8):
             model.base_model(input_ids=batch, use_cache=False)
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        place = Path(name)
-        kvprune.calibrate(counts, place / "planned")
-        kvprune.plan(place / "planned")
-
-        def fresh(recipe: Any, run: str) -> Callable[[], None]:
-            def work() -> None:
-                RunFolder(place / run).stats.unlink(missing_ok=True)
-                kvprune.calibrate(recipe, place / run)
-
-            return work
-
-        def refit() -> None:
-            RunFolder(place / "planned").values.unlink(missing_ok=True)
-            kvprune.refit(place / "planned", overrides=["refit.method=sequential"])
-
-        works = {
+        run, other = RunFolder(Path(name) / "counts"), RunFolder(Path(name) / "gram")
+        calibrating.calibrate(counts, dense, walker, ids[:16], run, setup)  # all is warm after it
+        planned = planning.make_plan(counts, dense, read_stats(run.stats)[0], digest(run.stats))
+        write_plan(run.plan, planned)
+        works: dict[str, Callable[[], None]] = {
             "forward": forward,
-            "calibrate (counts)": fresh(counts, "counts"),
-            "calibrate (counts, gram)": fresh(gram, "gram"),
-            "refit (sequential)": refit,
+            "calibrate (counts)": lambda: calibrating.calibrate(counts, dense, walker, ids, run, setup),
+            "calibrate (counts, gram)": lambda: calibrating.calibrate(gram, dense, walker, ids, other, setup),
+            "refit (sequential)": lambda: refit.refit(counts, dense, walker, planned, ids, run, setup),
         }
-        times: dict[str, list[float]] = {key: [] for key in works}
-        for at in range(rounds + 1):
-            for key, work in works.items():
-                spent = seconds(work)
-                if at:  # the first round warms up
-                    times[key].append(spent)
-    base = statistics.median(times["forward"])
-    print(f"forward without head: {tokens / base:,.0f} tokens/s")
-    targets = {"calibrate (counts)": "1.3", "refit (sequential)": "4"}
-    for key, taken in times.items():
-        if key != "forward":
-            target = f" (target: at most {targets[key]})" if key in targets else ""
-            print(f"{key} / forward: {statistics.median(taken) / base:.3f}{target}")
+        times = [{key: seconds(work) for key, work in works.items()} for _ in range(rounds)]
+    base = statistics.median(taken["forward"] for taken in times)
+    print(f"{tokens:,} tokens, forward without head: {tokens / base:,.0f} tokens/s")
+    targets = {"calibrate (counts)": " (target: at most 1.3)", "refit (sequential)": " (target: at most 4)"}
+    for key in list(works)[1:]:
+        ratio = statistics.median(taken[key] for taken in times) / base
+        print(f"{key} / forward: {ratio:.3f}{targets.get(key, '')}")
 
 
 def make_big(folder: Path) -> None:
@@ -198,7 +188,7 @@ def main() -> None:
         measure_memory(arguments.measure, arguments.tokens)
         return
     if "time" in arguments.parts:
-        bench_time(arguments.tokens or 8192, arguments.rounds)
+        bench_time(arguments.tokens or 32768, arguments.rounds)
     if "processes" in arguments.parts:
         bench_processes(arguments.tokens or 8192)
     if "memory" in arguments.parts:

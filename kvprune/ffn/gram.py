@@ -221,6 +221,12 @@ def square_error(problem: Problem, found: Fit | None) -> float:
     return error
 
 
+def constant_error(problem: Problem, found: Fit) -> float:
+    """The part of a fit's square error that one constant would take away: what a bias can be worth at most."""
+    lacking = problem.rest_sum - problem.slot_sum @ found.change
+    return float(lacking.square().sum()) / (problem.weight or 1.0)
+
+
 def elimination(sums: Gram, values: Tensor) -> tuple[Tensor, Tensor]:
     """What each slot's removal costs once the others make up for it, and the order in which slots fall in turn.
 

@@ -32,6 +32,7 @@ from kvprune.ffn.gram import (
     Problem,
     add_tokens,
     as_problem,
+    constant_error,
     empty_gram,
     fit,
     joined,
@@ -53,7 +54,7 @@ HELD_ONE_IN = 8  # sequences; the second, the tenth, …
 BYTES_OF_HEADER = 160  # what a tensor may take of a safetensors header
 BIAS_GAIN = 0.99  # a bias must bring the held-back error below so much of that without
 SMALLEST_SQUARE = 1e-20  # of a hidden state, in the mean
-RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # what `auto` tries
+RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # what `auto` tries
 
 
 @torch.inference_mode()
@@ -321,7 +322,11 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
 
     ridge = _lowest(error, RIDGES) if section.ridge == "auto" else section.ridge
     after, best = error(ridge), tried[ridge, False][1]
-    if bias and error(ridge, True) < BIAS_GAIN * after:
+    if (
+        bias
+        and constant_error(gathered.held, best) > (1 - BIAS_GAIN) * after
+        and error(ridge, True) < BIAS_GAIN * after
+    ):
         after, best = tried[ridge, True]
     energy = max(gathered.energy, torch.finfo(torch.float64).tiny)
     report = {
