@@ -261,10 +261,12 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
 
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
     from kvprune.artifacts import budget_words
+    from kvprune.recipe import load_recipe
     from kvprune.results.table import budget_table
 
     ffn, round_to = made.ffns[0], made.provenance["recipe"]["plan"]["round_to"]
-    end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune export {arguments.folder}"
+    following = "export" if load_recipe(Path(arguments.folder) / "recipe.yaml").refit.method == "none" else "refit"
+    end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune {following} {arguments.folder}"
     return (
         f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; "
         f"requested {budget_words(made.budget)}, in multiples of round_to {round_to}\n"

@@ -74,14 +74,21 @@ class Dense:
 
     def stored_dtype(self) -> torch.dtype:
         """The type that value matrices have on disk. Raises KvpruneError where they are not all of one float type."""
-        kinds = {self.checkpoint.tensors[self.names[f"{ffn.value.name}.weight"]].dtype for ffn in self.layout.ffns}
+        values = [ffn.value for ffn in self.layout.ffns]
+        names = [f"{value.name}.weight" for value in values] + [f"{value.name}.bias" for value in values if value.bias]
+        kinds = {self.checkpoint.tensors[self.names[name]].dtype for name in names if name in self.names}
         if len(kinds) > 1 or not kinds <= STORED.keys():
             raise KvpruneError(
-                f"{self.source.title}: value matrices are stored as {', '.join(sorted(kinds))}, and refitted ones can "
-                f"be {', '.join(STORED)}; set refit.method: none"
+                f"{self.source.title}: values and their biases are stored as {', '.join(sorted(kinds))}, and a refit "
+                f"writes one of {', '.join(STORED)}; set refit.method: none"
             )
         kind: torch.dtype = getattr(torch, STORED[kinds.pop()])
         return kind
+
+    def one_ffn_dtype(self) -> bool:
+        """Whether all that is cut is stored in the type of the value matrices."""
+        kinds = {self.checkpoint.tensors[self.names[name]].dtype for ffn in self.layout.ffns for name in ffn.cuts()}
+        return len(kinds) == 1
 
     def stored_as(self, dtype: str) -> bool:
         """Whether any tensor on disk is of this type."""

@@ -31,10 +31,12 @@ class Options:
             raise KvpruneError(f"batch_size should be 1 or more, got {self.batch_size}")
         if self.memory is not None and self.memory < 1:
             raise KvpruneError(f"memory should be 1 byte or more, got {self.memory}")
+        if self.hidden_cache is not None and Path(self.hidden_cache).exists() and not Path(self.hidden_cache).is_dir():
+            raise KvpruneError(f"--hidden-cache {self.hidden_cache}: is not a folder; name one, or one to be made")
 
     def own_device(self) -> str:
         """The device of this process. Raises KvpruneError where it is not there."""
-        return own_device(pick_device(self.device))
+        return pick_device(own_device(pick_device(self.device)))
 
 
 DEFAULT = Options()

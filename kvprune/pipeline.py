@@ -61,7 +61,8 @@ def run(
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense)
-        _refit(recipe, place, dense, options, ALONE)
+        if layers := _refit(recipe, place, dense, options, ALONE)["layers"]:
+            log.info("%s", refit_table(layers))
         _export(recipe, place, dense)
         return _evaluate(recipe, place, dense, options)
 
@@ -312,8 +313,6 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
         preflight.check_states(recipe, dense, setup, place.path, stage="refit")
         tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
         refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup)
-        if ranks.first:
-            log.info("%s", refit_table(read_meta(place.values)["layers"]))
     elif ranks.first:
         _sweep(place, place.values, options)
     found: dict[str, Any] = ranks.data_of_first(read_meta(place.values) if ranks.first else None)

@@ -9,10 +9,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvprune.artifacts import UNITS, Size, budget_words
+from kvprune.artifacts import UNITS, RunFolder, Size, budget_words
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.gram import solving_type
+from kvprune.ffn.state import kept_bytes
 from kvprune.ffn.walk import Setup
 from kvprune.progress import log
 from kvprune.schema import Recipe
@@ -61,13 +62,14 @@ def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool)
     runs = 2 if stage == "refit" and recipe.refit.method == "sequential" else 1
     gram = stage == "refit" or "gram" in section.collect
     solving = solving_type(width).itemsize
+    # A refit holds two sums, two problems, and for a solution a scaled copy and its factor; an elimination an inverse.
+    matrices = width**2 * (8 + 5 * solving if stage == "refit" else 4 + 3 * solving) + 2 * width * hidden * solving
     counted = width * STATS_BYTES_PER_SLOT * (len(layout.ffns) if whole else 1)
     sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
     return Need(
         weights=weights * size * (1 if whole else runs),
         batch=min(setup.batch_size, sequences) * section.sequence_length * (4 * width + 8 * hidden) * size,
-        sums=(counted if stage == "calibrate" else 0)
-        + gram * width**2 * (4 * (2 if stage == "refit" else 1) + 3 * solving),
+        sums=(counted if stage == "calibrate" else 0) + gram * matrices,
         hidden=0 if whole else runs * sequences * section.sequence_length * hidden * size,
     )
 
@@ -82,7 +84,10 @@ def check_memory(
     needed = need(recipe, dense, setup, stage=stage, whole=whole)
     free = _free(setup.device)
     allowed = min(limit or free, free)
-    in_memory = needed.least + needed.hidden <= allowed
+    if setup.device.startswith("cuda"):  # hidden states are on the host
+        in_memory, allowed = needed.hidden <= min(limit or _free("cpu"), _free("cpu")), free
+    else:
+        in_memory = needed.least + needed.hidden <= allowed
     model = "weights" if whole else "weights of a layer"
     parts = (
         f"{model} {_gib(needed.weights)}, a batch of {setup.batch_size} {_gib(needed.batch)}, sums {_gib(needed.sums)}"
@@ -92,10 +97,12 @@ def check_memory(
         log.info("memory on %s: about %s (%s)%s; %s free", setup.device, _gib(needed.least), parts, where, _gib(free))
     if needed.least <= allowed:
         return in_memory
-    what = f"--memory {_gib(limit)}" if limit and limit <= free else f"{dense.source.title}: memory on {setup.device}"
-    ways = ["raise --memory"] if limit and limit < free else []
+    limited = limit == allowed
+    what = f"--memory {_gib(allowed)}" if limited else f"{dense.source.title}: memory on {setup.device}"
+    ways = ["raise --memory"] if limited else []
     left = allowed - needed.weights - needed.sums
-    fitting = int(setup.batch_size * left / needed.batch) if left > 0 else 0
+    sequences = -(-recipe.calibrate.tokens // recipe.calibrate.sequence_length // setup.ranks.count)
+    fitting = int(min(setup.batch_size, sequences) * left / needed.batch) if left > 0 else 0
     if fitting:
         ways.append(f"use --batch-size {fitting}")
     elif left > 0:
@@ -103,7 +110,7 @@ def check_memory(
     ways += [] if fitting or left > 0 else ["use dtype: bfloat16, a smaller model, or a device with more memory"]
     raise KvpruneError(
         f"{what}: {'the model' if whole else 'one layer'} needs about {_gib(needed.least)} ({parts}), and "
-        f"{_gib(allowed)} are {'allowed' if limit and limit < free else 'free'}; {', or '.join(ways)}"
+        f"{_gib(allowed)} are {'allowed' if limited else 'free'}; {', or '.join(ways)}"
     )
 
 
@@ -119,8 +126,10 @@ def check_sampling(dense: Dense, setup: Setup) -> None:
 
 def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage: str) -> None:
     """Raise KvpruneError where the disk for hidden states has less than two or three times their size."""
-    wanted = need(recipe, dense, setup, stage=stage, whole=False).hidden * (2 if setup.in_memory else 3)
-    states = (setup.cache or run).absolute()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    states = (setup.cache or RunFolder(run).walk).absolute()
+    hidden = need(recipe, dense, setup, stage=stage, whole=False).hidden * here
+    wanted = hidden * (2 if setup.in_memory else 3) - kept_bytes(states, run)
     place = next(folder for folder in (states, *states.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if wanted > free:

@@ -193,6 +193,8 @@ def _problem(item: dict[str, Any]) -> str:
         return f"{path}: missing, and it has no default"
     message = item["msg"].removeprefix("Value error, ")
     message = re.sub(r" or (instance|object) .*", "", re.sub(r"^(Input|String) should", "should", message))
+    if kind == "value_error" and not item["loc"]:  # of two sections: it names both itself
+        return str(message)
     if kind == "value_error" and isinstance(got, dict):
         return f"{path}: {message}"
     return f"{path}: {message}, got {got!r}"

@@ -56,6 +56,8 @@ def _state(stage: str, run: RunFolder, recipe: Recipe, upstream: StageState | No
         return StageState(stage, "stale", f"{path.name} was made by another version of kvprune")
     now = stage_recipe(recipe, stage)
     then = about["recipe"] if stage != "export" else {}
+    if stage == "calibrate" and set(now["calibrate"]["collect"]) < set(then["calibrate"].get("collect", ())):
+        now["calibrate"]["collect"] = then["calibrate"]["collect"]  # more was collected than is wanted
     try:
         reason = first_change(then, now) or _input_change(stage, run, recipe, about)
     except KvpruneError as error:  # the model or text is not on this machine: that is no error of a run folder

@@ -87,6 +87,8 @@ def _mapped(path: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if not shape.numel():  # of a rank without a batch
         path.touch()
         return torch.empty(shape, dtype=dtype)
+    with path.open("ab") as file:  # space is taken now: a disk that fills up must not show while the file is mapped
+        os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 
@@ -102,7 +104,14 @@ class Shelf:
         """How many layers are finished, with the hidden states `names` of this rank, and of all the others."""
         done = int(self.ranks.data_of_first(next(at for at in range(10**9) if not self._layer(at).is_file())))
         there = all(place(self.states, name, done).is_file() for name in names)
-        return done if self.ranks.all_true(there) else 0
+        if not done or self.ranks.all_true(there):
+            return done
+        if self.ranks.first:
+            log.info("%d finished layers are of no use without their hidden states; starting afresh", done)
+            for index in range(done):
+                self._layer(index).unlink()
+        self.ranks.all_true(True)
+        return 0
 
     def finish(self, index: int, runs: list[Hidden], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         """Keep what was found in layer `index`, after the hidden states that `runs` leave it with."""
@@ -143,6 +152,11 @@ class Shelf:
         return self.folder / f"layer.{index}.safetensors"
 
 
+def kept_bytes(states: Path, run: Path) -> int:
+    """What hidden states of walks of `run` take on disk already, below `states`."""
+    return sum(file.stat().st_size for file in states.glob(f"{_prefix(run)}*/*.hidden"))
+
+
 def find_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks: Ranks) -> Shelf:
     """The shelf of the walk of `run` that `about` describes."""
     name = _prefix(run) + _short(json.dumps(about, sort_keys=True))
@@ -157,9 +171,9 @@ def open_shelf(base: Path, states: Path, run: Path, about: dict[str, Any], ranks
     shelf = find_shelf(base, states, run, about, ranks)
     for folder, others in ((base, "*"), (states, f"{_prefix(run)}*")):
         for other in folder.glob(others):
-            if other.name != shelf.folder.name and ranks.first:
+            if other.name != shelf.folder.name and os.environ.get("LOCAL_RANK", "0") == "0":  # one on each node
                 log.info("%s: removed what another recipe or batch size had left unfinished", other.name)
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
     return shelf
 
 

@@ -102,7 +102,7 @@ class Walker:
                 if len(calls) == len(layers) and embedded[-1] is embedded[0]:
                     return embedded[0], calls
                 reason = between
-            except (TypeError, RuntimeError, NotImplementedError, AttributeError, IndexError, ValueError) as error:
+            except (TypeError, RuntimeError, AttributeError, LookupError, ValueError, AssertionError) as error:
                 reason = reason or f"its layers cannot be called one by one: {' '.join(str(error).split())[:200]}"
             finally:
                 for layer in layers:

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     text = str(error)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
+
+
+@contextmanager
+def naming_memory(batch_size: int) -> Iterator[None]:
+    """Name the knob where memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(batch_size, "calibrate.sequence_length") from None
+        raise
 
 
 def out_of_memory(batch_size: int, length: str) -> KvpruneError:

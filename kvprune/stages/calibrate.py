@@ -5,8 +5,6 @@ forwards of the whole of it give the same counts.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ from kvprune.ffn.watching import counted, empty_for, summed, value_rows
 from kvprune.progress import advancing, log
 from kvprune.recipe import stage_recipe
 from kvprune.schema import Recipe
-from kvprune.sources.models import is_out_of_memory, out_of_memory
+from kvprune.sources.models import naming_memory
 from kvprune.sources.texts import text_fingerprint, token_digest
 
 
@@ -81,7 +79,8 @@ def _walk(recipe: Recipe, dense: Dense, walker: Walker, tokens: Tensor, setup: S
     done = shelf.done([setup.name("dense")])
     if done:
         log.info("calibrate: going on after %d of %d layers", done, len(ffns))
-    stream = open_stream(walker, "dense", batches, setup, shelf, tokens[:1], done)
+    with naming_memory(setup.batch_size):
+        stream = open_stream(walker, "dense", batches, setup, shelf, tokens[:1], done)
     total = sum(batch.numel() for batch in batches) * (len(ffns) - done)
     with (
         advancing(total=total, label="calibrate", unit="token-layers") as advance,
@@ -113,17 +112,6 @@ def _walk(recipe: Recipe, dense: Dense, walker: Walker, tokens: Tensor, setup: S
                         stats.removal_cost, stats.removal_turn = elimination(mirror(gram), value_rows(value, ffn))
             dense.check_unchanged()
             shelf.finish(index, [stream.hidden], to_tensors([stats], [ffn.name]), {})
-
-
-@contextmanager
-def naming_memory(batch_size: int) -> Iterator[None]:
-    """Name the knob where memory runs out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise out_of_memory(batch_size, "calibrate.sequence_length") from None
-        raise
 
 
 def refuse_not_finite(name: str, stats: FfnStats) -> None:

@@ -48,6 +48,7 @@ from kvprune.ffn.watching import residual_slope, value_rows, watched
 from kvprune.progress import Advance, advancing, log
 from kvprune.recipe import stage_recipe
 from kvprune.schema import Recipe, Refit
+from kvprune.sources.models import naming_memory
 from kvprune.sources.texts import token_digest
 
 HELD_ONE_IN = 8  # sequences; the second, the tenth, …
@@ -71,13 +72,15 @@ def refit(
         {"plan": digest(run.plan), "tokens": token_digest(tokens)},
         run=setup.about(),
     )
-    work = _open(recipe, dense, walker, plan, tokens, run, setup, meta)
+    with naming_memory(setup.batch_size):
+        work = _open(recipe, dense, walker, plan, tokens, run, setup, meta)
     _warn_of_few(tokens, plan.ffns[0].width)
     passes = 2 if work.slim is not None else 1
     total = passes * sum(batch.numel() for batch in work.batches) * (len(plan.ffns) - work.done)
     with advancing(total=total, label="refit", unit="token-layers") as advance:
         for index in range(work.done, len(plan.ffns)):
-            values, said = _refit_layer(work, index, advance)
+            with naming_memory(setup.batch_size):
+                values, said = _refit_layer(work, index, advance)
             dense.check_unchanged()
             work.shelf.finish(index, [stream.hidden for stream in work.streams], values, said)
     if setup.ranks.first:
@@ -134,21 +137,21 @@ def _open(
     batches = setup.share(tokens)
     streams = {name: open_stream(walkers[name], name, batches, setup, shelf, tokens[:1], done) for name in wanted}
     return Work(
-        section,
-        dense.layout.ffns,
-        kept,
-        dense.stored_dtype(),
-        reader(dense.checkpoint, dense.names, dense.stored_dtype(), setup.device),
-        _may_have_biases(dense, plan, section),
-        walkers["dense"],
-        walkers.get("slim"),
-        streams.get("dense"),
-        streams.get("slim"),
-        batches,
-        setup.share(torch.arange(len(tokens)) % HELD_ONE_IN == 1),
-        setup,
-        shelf,
-        done,
+        section=section,
+        ffns=dense.layout.ffns,
+        kept=kept,
+        stored=dense.stored_dtype(),
+        read=reader(dense.checkpoint, dense.names, dense.stored_dtype(), setup.device),
+        bias=_may_have_biases(dense, plan, section),
+        walker=walker,
+        slim_walker=walkers.get("slim"),
+        dense=streams.get("dense"),
+        slim=streams.get("slim"),
+        batches=batches,
+        held=setup.share(torch.arange(len(tokens)) % HELD_ONE_IN == 1),
+        setup=setup,
+        shelf=shelf,
+        done=done,
     )
 
 
@@ -157,7 +160,7 @@ def _may_have_biases(dense: Dense, plan: Plan, section: Refit) -> bool:
     ffns, field = dense.layout.ffns, dense.layout.bias_field
     if section.bias == "none" or all(ffn.value.bias for ffn in ffns):
         return section.bias != "none"
-    if field is None:
+    if field is None or not dense.one_ffn_dtype():  # what is added is of the type of what is there
         return False
     tensors = [name for ffn in ffns for name in ffn.missing_biases()]
     elements = sum(ffn.hidden + len(ffn.keys) * item.width for ffn, item in zip(ffns, plan.ffns, strict=True))
@@ -197,9 +200,7 @@ def _refit_layer(work: Work, index: int, advance: Advance) -> tuple[dict[str, Te
         values = (weight if ffn.value.slot_axis == 0 else weight.T)[kept]
         distance = work.slim_walker is not None and work.section.target != "input"
         gathered = (_gather_distance if distance else _gather_removed)(work, index, advance)
-        with naming(ffn.name):
-            found, report = choose(gathered, values, work.section, bias=work.bias)
-        new = {} if found is None else _new_values(work, ffn, values, found)
+        new, report = _decide(work, ffn, gathered, values)
         if work.slim is not None and work.slim_walker is not None:
             _put(work.slim_walker, ffn, new, work.setup)
             for at, batch in enumerate(work.batches):
@@ -312,26 +313,20 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
     """
     length = torch.linalg.vector_norm(values.double(), dim=1)
     before = square_error(gathered.held, None)
-    tried: dict[tuple[float, bool], tuple[float, Fit]] = {}
 
-    def error(ridge: float, with_bias: bool = False) -> float:
-        if (ridge, with_bias) not in tried:
-            found = fit(gathered.fitted, length, ridge, bias=with_bias)
-            tried[ridge, with_bias] = square_error(gathered.held, found), found
-        return tried[ridge, with_bias][0]
+    def attempt(ridge: float, with_bias: bool = False) -> tuple[float, Fit]:
+        found = fit(gathered.fitted, length, ridge, bias=with_bias)
+        return square_error(gathered.held, found), found
 
-    ridge = _lowest(error, RIDGES) if section.ridge == "auto" else section.ridge
-    after, best = error(ridge), tried[ridge, False][1]
-    if (
-        bias
-        and constant_error(gathered.held, best) > (1 - BIAS_GAIN) * after
-        and error(ridge, True) < BIAS_GAIN * after
-    ):
-        after, best = tried[ridge, True]
+    after, best = _lowest(attempt, RIDGES) if section.ridge == "auto" else attempt(section.ridge)
+    if bias and constant_error(gathered.held, best) > (1 - BIAS_GAIN) * after:
+        with_bias = attempt(best.ridge, True)
+        after, best = with_bias if with_bias[0] < BIAS_GAIN * after else (after, best)
     energy = max(gathered.energy, torch.finfo(torch.float64).tiny)
     report = {
         "error_before": max(before, 0.0) / energy,
-        "error_after": max(after, 0.0) / energy,
+        "error_after": max(min(after, before), 0.0) / energy,
+        "error_tried": max(after, 0.0) / energy,
         "ridge": best.ridge,
         "damping": best.damping,
         "bias": after < before and best.bias is not None,
@@ -342,26 +337,42 @@ def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) ->
     return fit(joined(gathered.fitted, gathered.held), length, best.ridge, bias=best.bias is not None), report
 
 
-def _lowest(error: Callable[[float], float], ridges: tuple[float, ...]) -> float:
-    """The ridge of the lowest error, found downhill from the middle: the error falls and then rises with the ridge."""
+def _lowest(attempt: Callable[[float], tuple[float, Fit]], ridges: tuple[float, ...]) -> tuple[float, Fit]:
+    """The attempt of the lowest error, found downhill from the middle: errors fall and then rise with the ridge."""
     at = len(ridges) // 2
+    best, errors = attempt(ridges[at]), {}
     while True:
-        near = [other for other in (at - 1, at, at + 1) if 0 <= other < len(ridges)]
-        lowest = min(near, key=lambda other: error(ridges[other]))
-        if lowest == at:
-            return ridges[at]
-        at = lowest
+        for near in (at - 1, at + 1):
+            if 0 <= near < len(ridges) and near not in errors:
+                found = attempt(ridges[near])
+                errors[near] = found[0]
+                if found[0] < best[0]:
+                    errors[at], best, at = best[0], found, near
+                    break
+        else:
+            return best
+
+
+def _decide(work: Work, ffn: Ffn, gathered: Gathered, values: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The new parameters of one FFN, and what is to be said of it. Rank 0 solves: others might round otherwise."""
+    ranks, new, report = work.setup.ranks, dict[str, Tensor](), None
+    if ranks.first:
+        with naming(ffn.name):
+            found, report = choose(gathered, values, work.section, bias=work.bias)
+        new = {} if found is None else _new_values(work, ffn, values, found)
+    names, report = ranks.data_of_first([list(new), report])
+    return {name: ranks.tensor_of_first(new.get(name)) for name in names}, report
 
 
 def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, Tensor]:
-    """The value matrix, as it is stored, and its bias where that changed; the same on every rank."""
+    """The value matrix, as it is stored, and its bias where that changed."""
     rows = (values.to(found.change) + found.change).to(work.stored).cpu()
     new = {f"{ffn.value.name}.weight": (rows if ffn.value.slot_axis == 0 else rows.T).contiguous()}
     if found.bias is not None:
         old = f"{ffn.value.name}.bias"
         bias = work.read(old).to(found.bias) + found.bias if ffn.value.bias else found.bias
         new[f"{ffn.value.name}.bias"] = bias.to(work.stored).cpu()
-    return {name: work.setup.ranks.tensor_of_first(tensor) for name, tensor in new.items()}
+    return new
 
 
 def _put(walker: Walker, ffn: Ffn, new: dict[str, Tensor], setup: Setup) -> None:
