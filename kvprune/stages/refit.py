@@ -214,40 +214,37 @@ def _gather_removed(work: Work, index: int, advance: Advance) -> Gathered:
     ffn, stream = work.ffns[index], work.dense or work.slim
     assert stream is not None
     layer, value = work.walker.layer(index), work.walker.model.get_submodule(ffn.value.name)
-    sums = [empty_gram(ffn.width, 0, work.setup.device) for _ in range(2)]
-    energy = torch.zeros((), dtype=torch.float64, device=work.setup.device)
-    for at, batch in enumerate(work.batches):
+
+    def observe(at: int) -> Observed:
         with watched(value) as seen:
             after = stream.run(index, stream.before(at), layer)
         if stream is work.dense:
             stream.keep(at, after)
-        _add(sums, energy, work, at, token_weights(after), seen[0], seen[1])
-        advance(batch.numel())
-    _sum_over(work, sums, energy)
-    values = value_rows(value, ffn)
-    fitted, held = (removal_problem(mirror(part), values, work.kept[index]) for part in sums)
-    return Gathered(fitted, held, float(energy), "input" if stream is work.slim else "removed")
+        return Observed(token_weights(after), seen[0], seen[1], None)
+
+    sums, energy = _sum_batches(work, ffn.width, 0, observe, advance)
+    fitted, held = (removal_problem(part, value_rows(value, ffn), work.kept[index]) for part in sums)
+    return Gathered(fitted, held, energy, "input" if stream is work.slim else "removed")
 
 
 def _gather_distance(work: Work, index: int, advance: Advance) -> Gathered:
     """What the slim run lacks, at the FFN's output or after the layer, against the dense run beside it."""
     ffn, dense, slim = work.ffns[index], work.dense, work.slim
     assert dense is not None and slim is not None and work.slim_walker is not None
-    modules = [walker.model.get_submodule(ffn.value.name) for walker in (work.walker, work.slim_walker)]
+    whole, thin = (walker.model.get_submodule(ffn.value.name) for walker in (work.walker, work.slim_walker))
     slope = _slope(work, index) if work.section.target == "residual" else None
-    sums = [empty_gram(len(work.kept[index]), ffn.hidden, work.setup.device) for _ in range(2)]
-    energy = torch.zeros((), dtype=torch.float64, device=work.setup.device)
-    for at, batch in enumerate(work.batches):
-        with watched(modules[0]) as full, watched(modules[1]) as thin:
+
+    def observe(at: int) -> Observed:
+        with watched(whole) as full, watched(thin) as less:
             after = dense.run(index, dense.before(at))
             dense.keep(at, after)
             mine = slim.run(index, slim.before(at))
-        rest = full[1].float() - thin[1].float() if slope is None else (after.float() - mine.float()) / slope
-        _add(sums, energy, work, at, token_weights(after, mine), thin[0], full[1], rest)
-        advance(batch.numel())
-    _sum_over(work, sums, energy)
-    fitted, held = (as_problem(mirror(part)) for part in sums)
-    return Gathered(fitted, held, float(energy), "output" if slope is None else "residual")
+        rest = full[1].float() - less[1].float() if slope is None else (after.float() - mine.float()) / slope
+        return Observed(token_weights(after, mine), less[0], full[1], rest)
+
+    sums, energy = _sum_batches(work, len(work.kept[index]), ffn.hidden, observe, advance)
+    fitted, held = map(as_problem, sums)
+    return Gathered(fitted, held, energy, "output" if slope is None else "residual")
 
 
 def _slope(work: Work, index: int) -> float | None:
@@ -277,32 +274,34 @@ def token_weights(after: Tensor, slim: Tensor | None = None) -> Tensor:
     return weights
 
 
-def _add(
-    sums: list[Gram],
-    energy: Tensor,
-    work: Work,
-    at: int,
-    weights: Tensor,
-    h: Tensor,
-    y: Tensor,
-    rest: Tensor | None = None,
-) -> None:
-    """Share the tokens of a batch between fitted and held-back sums."""
-    for part, mine in zip(sums, (~work.held[at], work.held[at]), strict=True):
-        if mine.any():
-            tokens, lacking, weight = (
-                None if item is None else item[mine].flatten(0, 1) for item in (h, rest, weights)
-            )
-            assert tokens is not None
-            add_tokens(part, tokens, lacking, weight)
-    mine = work.held[at]
-    energy += (y.float() * weights[..., None])[mine].square().sum(dtype=torch.float64)
+@dataclass(frozen=True)
+class Observed:
+    """What a batch shows of an FFN, `[sequences, tokens, …]`."""
+
+    weights: Tensor  # of tokens
+    h: Tensor  # coefficients
+    y: Tensor  # what the dense FFN writes
+    rest: Tensor | None  # what is lacking, where the removed slots' coefficients do not tell
 
 
-def _sum_over(work: Work, sums: list[Gram], energy: Tensor) -> None:
+def _sum_batches(
+    work: Work, slots: int, hidden: int, observe: Callable[[int], Observed], advance: Advance
+) -> tuple[list[Gram], float]:
+    """Sums over fitted and over held-back tokens of all ranks, and what the dense FFN writes on the latter, squared."""
+    sums = [empty_gram(slots, hidden, work.setup.device) for _ in range(2)]
+    energy = torch.zeros((), dtype=torch.float64, device=work.setup.device)
+    for at, batch in enumerate(work.batches):
+        seen, held = observe(at), work.held[at]
+        for part, mine in zip(sums, (~held, held), strict=True):
+            if mine.any():
+                rest = None if seen.rest is None else seen.rest[mine].flatten(0, 1)
+                add_tokens(part, seen.h[mine].flatten(0, 1), rest, seen.weights[mine].flatten())
+        energy += (seen.y.float() * seen.weights[..., None])[held].square().sum(dtype=torch.float64)
+        advance(batch.numel())
     for part in sums:
         work.setup.ranks.sum(*part.parts())
     work.setup.ranks.sum(energy)
+    return [mirror(part) for part in sums], float(energy)
 
 
 def choose(gathered: Gathered, values: Tensor, section: Refit, *, bias: bool) -> tuple[Fit | None, dict[str, Any]]:
