@@ -49,8 +49,11 @@ def test_quickstart_with_fewer_tokens(tmp_path: Path, capsys: pytest.CaptureFixt
     plan = read_plan(run / "plan.json")
     assert {ffn.width for ffn in plan.ffns} == {1280}
     assert plan.after.total_params == 134_515_008 - 30 * 256 * 3 * 576
-    assert open_checkpoint(run / "model").bytes <= plan.after.bytes
     about = json.loads((run / "model" / "kvprune.json").read_text())
+    biases = 30 * (2 * 1280 + 576) if json.loads((run / "model" / "config.json").read_text())["mlp_bias"] else 0
+    assert about["budget"]["after"]["total_params"] == plan.after.total_params + biases
+    assert open_checkpoint(run / "model").bytes == about["budget"]["after"]["bytes"]
+    assert about["budget"]["after"]["bytes"] <= plan.after.bytes + 2 * biases + (90 * 160 if biases else 0)
     assert about["verified"]["logit_difference"] < 1e-4
     code = (
         "import sys, transformers\n"
