@@ -234,7 +234,6 @@ def _save_recipe(place: RunFolder, recipe: Recipe) -> None:
 def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ranks: Ranks) -> None:
     if ranks.data_of_first(_current(place, recipe, "calibrate") if ranks.first else None):
         if ranks.first:
-            _save_recipe(place, recipe)
             _sweep(place, place.stats, options)
         return
     setup, walker = prepare(recipe, dense, options, ranks, "calibrate")
@@ -256,7 +255,6 @@ def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, option
     section, samples = recipe.calibrate, None
     _save_recipe(place, recipe)
     if count := self_share(section):
-        dtype = str(setup.dtype).removeprefix("torch.")
         samples = self_samples(
             lambda: _load(dense, recipe, options),
             tokenizer,
@@ -264,7 +262,7 @@ def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, option
             count=count,
             length=section.sequence_length,
             seed=section.seed,
-            about={"model": dense.source.fingerprint, "dtype": dtype, "device": setup.device.partition(":")[0]},
+            about={"model": dense.source.fingerprint, "dtype": setup.dtype_name, "device": setup.device_kind},
             file=place.samples,
         )
     tokens = sequences(section, tokenizer, samples)

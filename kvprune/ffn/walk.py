@@ -202,11 +202,21 @@ class Setup:
         batches = torch.split(items, self.batch_size) if len(items) else ()
         return list(batches[self.ranks.rank :: self.ranks.count])
 
+    @property
+    def dtype_name(self) -> str:
+        """The type as a recipe writes it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def device_kind(self) -> str:
+        """cpu or cuda."""
+        return self.device.partition(":")[0]
+
     def about(self) -> dict[str, Any]:
         """What an artifact says of it."""
         return {
-            "device": self.device.partition(":")[0],
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device_kind,
+            "dtype": self.dtype_name,
             "batch_size": self.batch_size,
             "processes": self.ranks.count,
         }

@@ -128,7 +128,7 @@ def _forwards(
     """Statistics of every FFN by forwards of the whole model."""
     layout, section, alone = dense.layout, recipe.calibrate, setup.ranks.count == 1
     names = [ffn.name for ffn in layout.ffns]
-    model = dense.load(str(setup.dtype).removeprefix("torch."), setup.device)
+    model = dense.load(setup.dtype_name, setup.device)
     stats, done = (_resume(run, meta, names, setup.device) if alone else None) or (empty(model, layout), 0)
     batches = setup.share(tokens[done:])
 
