@@ -102,6 +102,7 @@ class FfnPlan:
     kept: list[int]
     guarded: list[int] = field(default_factory=list)
     protected: list[int] = field(default_factory=list)
+    tokens: int = 0  # that were counted; of an expert, those that were routed to it
 
     @property
     def width(self) -> int:

@@ -27,7 +27,8 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
     head = {"library_name": "transformers", "tags": ["kvprune", "pruned"], **_base_fields(base)}
     if model["commit"] and "/" in model["title"]:
         head["base_model"] = model["title"]
-    widths = f"{about['ffns'][0]['width_before']} → {len(about['ffns'][0]['kept'])}"
+    changes = dict.fromkeys((item["width_before"], len(item["kept"])) for item in about["ffns"])
+    widths = ", ".join(f"{before} → {after}" for before, after in changes)
     origin = model["title"] + (f" at commit {model['commit']}" if model["commit"] else "")
     note = f" (dense here is {model['note']})" if model["note"] else ""
     table = "\n".join(

@@ -252,7 +252,7 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
             return asdict(made), _plan_text(made, arguments)
         case "refit":
             found = pipeline.refit(arguments.folder, overrides=arguments.set, options=options)
-            what = refit_table(found["layers"]) if found["layers"] else "refit.method is none: values stay as they are"
+            what = refit_table(found["ffns"]) if found["ffns"] else "refit.method is none: values stay as they are"
             return found, f"{what}\nnext: kvprune export {arguments.folder}"
         case _:
             folder = pipeline.export(arguments.folder, options=options)
@@ -262,14 +262,15 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
     from kvprune.artifacts import budget_words
     from kvprune.recipe import load_recipe
-    from kvprune.results.table import budget_table
+    from kvprune.results.table import budget_table, width_lines
 
-    ffn, round_to = made.ffns[0], made.provenance["recipe"]["plan"]["round_to"]
+    round_to = made.provenance["recipe"]["plan"]["round_to"]
+    ffns = [{"name": f.name, "before": f.width_before, "after": f.width, "tokens": f.tokens} for f in made.ffns]
+    lines = "\n".join(width_lines(ffns))
     following = "export" if load_recipe(Path(arguments.folder) / "recipe.yaml").refit.method == "none" else "refit"
     end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune {following} {arguments.folder}"
     return (
-        f"width {ffn.width_before} -> {ffn.width} in each of {len(made.ffns)} layers; "
-        f"requested {budget_words(made.budget)}, in multiples of round_to {round_to}\n"
+        f"{lines}\nrequested {budget_words(made.budget)}, in multiples of round_to {round_to}\n"
         f"{budget_table(asdict(made.before), asdict(made.after))}\n{end}"
     )
 

@@ -1,6 +1,5 @@
 """The dense model, as far as it is known without loading weights: source, config, FFNs, and where tensors lie."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +7,11 @@ import torch
 from torch import Tensor
 
 from kvprune.errors import KvpruneError
-from kvprune.ffn.checkpoint import Checkpoint, model_names, open_checkpoint
-from kvprune.ffn.layout import Layout, find_layout, meta_model
+from kvprune.ffn.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from kvprune.ffn.fields import meta_model
+from kvprune.ffn.find import find_layout
+from kvprune.ffn.layout import Ffn, Layout, Shape, resize
+from kvprune.ffn.stored import Kept, Pieces, cut_tensor, kept_indices, stored_pieces, stored_shape
 from kvprune.ffn.walk import Setup, Walker, check_calls, open_walker, reader
 from kvprune.sources.models import ModelSource, fingerprint, load_config, load_model, open_model
 
@@ -18,13 +20,13 @@ STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True)
 class Dense:
-    """What the stages share of a recipe's model. `names` maps parameters of the model to names on disk."""
+    """What the stages share of a recipe's model. `pieces` says which tensors on disk hold each of its parameters."""
 
     source: ModelSource
     config: Any
     layout: Layout
     checkpoint: Checkpoint
-    names: dict[str, str]
+    pieces: Pieces
     trust_remote_code: bool
 
     def run_dtype(self, dtype: str, device: str) -> str:
@@ -46,8 +48,8 @@ class Dense:
         walker = open_walker(
             self.config,
             self.layout.layers,
-            reader(self.checkpoint, self.names, setup.dtype, setup.device),
-            set(self.names),
+            reader(self.checkpoint, self.pieces, setup.dtype, setup.device),
+            set(self.pieces),
             setup,
             trust_remote_code=self.trust_remote_code,
         )
@@ -56,27 +58,45 @@ class Dense:
         return walker
 
     def slim_walker(self, setup: Setup, kept: list[list[int]]) -> Walker:
-        """The model with only the `kept` slots of each FFN, all of one width, to be walked like the dense one."""
-        config = copy.deepcopy(self.config)
-        setattr(config, self.layout.width_field, len(kept[0]))
-        whole = reader(self.checkpoint, self.names, setup.dtype, setup.device)
-        cuts = {
-            name: (axis, torch.tensor(slots, device=setup.device))
-            for ffn, slots in zip(self.layout.ffns, kept, strict=True)
-            for name, axis in ffn.cuts().items()
-        }
+        """The model with only the `kept` slots of each FFN, to be walked like the dense one."""
+        whole = reader(self.checkpoint, self.pieces, setup.dtype, setup.device)
+        cuts = kept_indices([Kept(ffn, slots) for ffn, slots in zip(self.layout.ffns, kept, strict=True)])
+        stacked = {param.name for ffn in self.layout.ffns if ffn.expert is not None for param in ffn.cuts()}
 
         def read(name: str) -> Tensor:
-            return whole(name).index_select(*cuts[name]) if name in cuts else whole(name)
+            tensor = whole(name)
+            return cut_tensor(tensor, *cuts[name], stacked=name in stacked) if name in cuts else tensor
 
-        known = set(self.names)
-        return open_walker(config, self.layout.layers, read, known, setup, trust_remote_code=self.trust_remote_code)
+        known = set(self.pieces)
+        layers, trust = self.layout.layers, self.trust_remote_code
+        walker = open_walker(self.config, layers, read, known, setup, trust_remote_code=trust)
+        for ffn, slots in zip(self.layout.ffns, kept, strict=True):
+            if not ffn.expert:  # a stack is resized with its first expert
+                resize(walker.model, ffn, len(slots))
+        return walker
+
+    def entries(self, name: str) -> list[TensorEntry]:
+        """The tensors on disk that hold the parameter `name`; none where it is not held as a whole."""
+        return [self.checkpoint.tensors[piece.disk] for piece in self.pieces.get(name, ())]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes of the parameters on disk."""
+        return {name: stored_shape(self.checkpoint, pieces) for name, pieces in self.pieces.items()}
+
+    def bytes_per_slot(self, ffn: Ffn) -> int:
+        """What one slot of an FFN takes on disk."""
+        total = 0
+        for param in ffn.cuts():
+            pieces = self.pieces[param.name]
+            size = sum((entry.end - entry.start) for entry in self.entries(param.name)) // pieces[0].shares
+            stack = stored_shape(self.checkpoint, pieces)[0] if ffn.expert is not None else 1
+            total += size // stack // ffn.width
+        return total
 
     def stored_dtype(self) -> torch.dtype:
         """The type that value matrices have on disk. Raises KvpruneError where they are not all of one float type."""
-        values = [ffn.value for ffn in self.layout.ffns]
-        names = [f"{value.name}.weight" for value in values] + [f"{value.name}.bias" for value in values if value.bias]
-        kinds = {self.checkpoint.tensors[self.names[name]].dtype for name in names if name in self.names}
+        values = [name for ffn in self.layout.ffns for name in (ffn.value.name, ffn.value_bias) if name]
+        kinds = {entry.dtype for name in values for entry in self.entries(name)}
         if len(kinds) > 1 or not kinds <= STORED.keys():
             raise KvpruneError(
                 f"{self.source.title}: values and their biases are stored as {', '.join(sorted(kinds))}, and a refit "
@@ -87,8 +107,8 @@ class Dense:
 
     def one_ffn_dtype(self) -> bool:
         """Whether all that is cut is stored in the type of the value matrices."""
-        kinds = {self.checkpoint.tensors[self.names[name]].dtype for ffn in self.layout.ffns for name in ffn.cuts()}
-        return len(kinds) == 1
+        cuts = {param.name for ffn in self.layout.ffns for param in ffn.cuts()}
+        return len({entry.dtype for name in cuts for entry in self.entries(name)}) == 1
 
     def stored_as(self, dtype: str) -> bool:
         """Whether any tensor on disk is of this type."""
@@ -133,17 +153,24 @@ def open_dense(name: str, *, commit: str | None = None, trust_remote_code: bool 
     config = load_config(source, trust_remote_code=trust_remote_code)
     layout = find_layout(config, trust_remote_code=trust_remote_code)
     checkpoint = open_checkpoint(source.folder)
-    names = model_names(checkpoint, meta_model(config, trust_remote_code=trust_remote_code))
+    pieces = stored_pieces(checkpoint, meta_model(config, trust_remote_code=trust_remote_code))
+    _check_stored(source, checkpoint, pieces, layout)
+    return Dense(source, config, layout, checkpoint, pieces, trust_remote_code)
+
+
+def _check_stored(source: ModelSource, checkpoint: Checkpoint, pieces: Pieces, layout: Layout) -> None:
+    """Raise KvpruneError where a parameter that is to be cut is not on disk, or has another width there."""
     for ffn in layout.ffns:
-        for parameter, axis in ffn.cuts().items():
-            entry = checkpoint.tensors.get(names.get(parameter, ""))
-            if entry is None:
+        for param in ffn.cuts():
+            if param.name not in pieces:
                 raise KvpruneError(
-                    f"{source.title}: no weight file holds {parameter} as one tensor, so it cannot be cut"
+                    f"{source.title}: no weight file holds {param.name} in a form that can be cut piece by piece"
                 )
-            if len(entry.shape) <= axis or entry.shape[axis] != ffn.width:
+            shape = stored_shape(checkpoint, pieces[param.name])
+            width = ffn.width * (2 if param.fused else 1)
+            if len(shape) <= param.axis or shape[param.axis] != width:
+                entry = checkpoint.tensors[pieces[param.name][0].disk]
                 raise KvpruneError(
                     f"{source.title}: {entry.file}: {entry.name} has shape {list(entry.shape)}, and config.json says "
                     f"width {ffn.width}"
                 )
-    return Dense(source, config, layout, checkpoint, names, trust_remote_code)

@@ -67,5 +67,6 @@ def prepare(
         log.info("float16 on a CPU: computed in float32, layer by layer; weights lose nothing by that")
     if tell and self_share(recipe.calibrate):
         check_sampling(dense, setup)
-    in_memory = check_memory(recipe, dense, setup, stage=stage, whole=walker is None, limit=options.memory, tell=tell)
-    return replace(setup, in_memory=in_memory), walker
+    whole = walker is None
+    in_memory, grams = check_memory(recipe, dense, setup, stage=stage, whole=whole, limit=options.memory, tell=tell)
+    return replace(setup, in_memory=in_memory, grams=grams), walker

@@ -61,8 +61,8 @@ def run(
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense)
-        if layers := _refit(recipe, place, dense, options, ALONE)["layers"]:
-            log.info("%s", refit_table(layers))
+        if reports := _refit(recipe, place, dense, options, ALONE)["ffns"]:
+            log.info("%s", refit_table(reports))
         _export(recipe, place, dense)
         return _evaluate(recipe, place, dense, options)
 
@@ -212,11 +212,14 @@ def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, 
     most, length = getattr(dense.config, "max_position_embeddings", None), recipe.calibrate.sequence_length
     if most is not None and length > most:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
-    width = planning.choose_width(recipe.plan, dense)
-    before, after = (planning.model_size(dense, slots) for slots in (dense.layout.width, width))
+    widths = planning.choose_widths(recipe.plan, dense)
+    before, after = (
+        planning.model_size(dense, planning.ffn_widths(dense.layout, fields))
+        for fields in (planning.full_widths(dense.layout), widths)
+    )
     states = stage_states(place, recipe)
     if states["plan"].status != "current":
-        preflight.tell_budget(recipe, dense, before, after)
+        preflight.tell_budget(recipe, dense, before, after, widths)
     if states["export"].status != "current":
         preflight.check_disk(place.path, after.bytes)
     if recipe.refit.method != "none":
@@ -240,12 +243,12 @@ def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options,
     if walker is not None:
         preflight.check_states(recipe, dense, setup, place.path, stage="calibrate")
     tokens = ranks.tensor_of_first(_tokens(recipe, place, dense, setup, options) if ranks.first else None)
-    calibrating.calibrate(recipe, dense, walker, tokens, place, setup)
+    calibrating.calibrate(recipe, dense, walker, tokens, place, setup.agreed())
 
 
 def _sweep(place: RunFolder, finished: Path, options: Options) -> None:
     """Remove what a stop after the walk to `finished` may have left of it."""
-    about = {key: value for key, value in read_meta(finished).items() if key != "layers"}
+    about = {key: value for key, value in read_meta(finished).items() if key != "ffns"}
     find_shelf(place.walk, Path(options.hidden_cache or place.walk), place.path, about, ALONE).clear()
 
 
@@ -304,13 +307,13 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
     if recipe.refit.method == "none":
         if ranks.first:
             _save_recipe(place, recipe)
-        return {"layers": []}
+        return {"ffns": []}
     if not ranks.data_of_first(_current(place, recipe, "refit") if ranks.first else None):
         setup, walker = prepare(recipe, dense, options, ranks, "refit")
         assert walker is not None
         preflight.check_states(recipe, dense, setup, place.path, stage="refit")
         tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
-        refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup)
+        refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup.agreed())
     elif ranks.first:
         _sweep(place, place.values, options)
     found: dict[str, Any] = ranks.data_of_first(read_meta(place.values) if ranks.first else None)

@@ -13,29 +13,51 @@ from kvprune.artifacts import UNITS, RunFolder, Size, budget_words
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.gram import solving_type
+from kvprune.ffn.layout import Field, Layout
 from kvprune.ffn.state import kept_bytes
 from kvprune.ffn.walk import Setup
 from kvprune.progress import log
 from kvprune.schema import Recipe
 
+SPARE_SHARE = 0.5  # of the memory that is left, for Gram matrices of more than one FFN at a time
 STATS_BYTES_PER_SLOT = 33 * 8 + 4 * 8 + 3 * 4  # histogram, float64 sums, float32 maximum and norms
 
 
-def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size) -> None:
+def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size, widths: dict[str, int]) -> None:
     """Log the FFNs found, parameters in and out of them, and what the budget means in each unit."""
     layout = dense.layout
-    width = after.slots // len(layout.ffns)
     requested = budget_words(recipe.plan.budget.model_dump())
-    kind = "gated" if len(layout.ffns[0].keys) == 2 else "plain"
     outside = before.total_params - before.ffn_params
-    log.info("%s: %d %s FFNs of width %d", dense.source.title, len(layout.ffns), kind, layout.width)
+    for field in layout.fields:
+        log.info("%s: %s", dense.source.title, field_words(layout, field))
+    if bare := [index for index in range(len(layout.layers)) if not layout.in_layer(index)]:
+        log.info("%d of %d layers have no FFN that can be slimmed", len(bare), len(layout.layers))
     log.info("parameters: %s in FFNs, %s outside", f"{before.ffn_params:,}", f"{outside:,}")
-    log.info("budget %s, round_to %d: width %d -> %d", requested, recipe.plan.round_to, layout.width, width)
+    changes = ", ".join(f"{field.name} {field.value} -> {widths[field.name]}" for field in layout.fields)
+    log.info("budget %s, round_to %s: %s", requested, recipe.plan.round_to, changes)
     for key, label in UNITS.items():
         old, new = getattr(before, key), getattr(after, key)
         log.info("  %s %s -> %s (%.1f %%)", label, f"{old:,}", f"{new:,}", 100 * new / old)
-    if width == layout.width and recipe.plan.budget.keep != 1:
-        log.warning("plan: the budget removes nothing with round_to %d; lower round_to", recipe.plan.round_to)
+    for field in layout.fields:
+        if widths[field.name] == field.value and recipe.plan.budget.keep != 1:
+            log.warning(
+                "plan: the budget removes nothing of %s with round_to %s; lower round_to",
+                field.words,
+                recipe.plan.round_to,
+            )
+
+
+def field_words(layout: Layout, field: Field) -> str:
+    """The FFNs whose width a field sets: how many, of which kind."""
+    ffns = [ffn for ffn in layout.ffns if ffn.name in field.multiples]
+    experts = [ffn for ffn in ffns if ffn.expert is not None]
+    others = [ffn for ffn in ffns if ffn.expert is None]
+    parts = [
+        f"{len(some)} {'gated' if some[0].gated else 'plain'} {what} of width {some[0].width}"
+        for some, what in ((experts, "experts"), (others, "FFNs"))
+        if some
+    ]
+    return f"{' and '.join(parts)} ({field.name})"
 
 
 @dataclass(frozen=True)
@@ -44,7 +66,8 @@ class Need:
 
     weights: int  # of one layer of each model that is walked, or of the whole model
     batch: int  # the widest of a layer's tensors
-    sums: int  # statistics and Gram matrices of one layer
+    sums: int  # statistics of one layer, and the Gram matrices of one FFN
+    grams: int  # what the Gram matrices of one more FFN of a layer take
     hidden: int  # hidden states of all sequences of this process, which may also be on disk
 
     @property
@@ -55,29 +78,36 @@ class Need:
 def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool) -> Need:
     """What `stage` (calibrate, refit) takes, an estimate; with `whole`, by forwards of the whole model."""
     section, layout = recipe.calibrate, dense.layout
-    size, width, hidden = setup.dtype.itemsize, layout.width, layout.ffns[0].hidden
-    layer = layout.layers[0] + "."
-    entries = [dense.checkpoint.tensors[disk] for name, disk in dense.names.items() if name.startswith(layer)]
-    weights = layout.total_params if whole else sum(math.prod(entry.shape) for entry in entries)
+    size, width, hidden = setup.dtype.itemsize, layout.widest, layout.ffns[0].hidden
+    weights = layout.total_params if whole else max(_layer_elements(dense, layer) for layer in layout.layers)
+    reached = max(sum(ffn.width for ffn in layout.ffns if ffn.layer == layer) for layer in layout.layers)
     runs = 2 if stage == "refit" and recipe.refit.method == "sequential" else 1
     gram = stage == "refit" or "gram" in section.collect
     solving = solving_type(width).itemsize
     # A refit holds two sums, two problems, and for a solution a scaled copy and its factor; an elimination an inverse.
     matrices = width**2 * (8 + 5 * solving if stage == "refit" else 4 + 3 * solving) + 2 * width * hidden * solving
-    counted = width * STATS_BYTES_PER_SLOT * (len(layout.ffns) if whole else 1)
+    counted = STATS_BYTES_PER_SLOT * (sum(ffn.width for ffn in layout.ffns) if whole else reached)
     sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
     return Need(
         weights=weights * size * (1 if whole else runs),
         batch=min(setup.batch_size, sequences) * section.sequence_length * (4 * width + 8 * hidden) * size,
         sums=(counted if stage == "calibrate" else 0) + gram * matrices,
+        grams=gram * (8 if stage == "refit" else 4) * width**2,
         hidden=0 if whole else runs * sequences * section.sequence_length * hidden * size,
     )
 
 
+def _layer_elements(dense: Dense, layer: str) -> int:
+    names = [name for name in dense.pieces if name.startswith(f"{layer}.")]
+    return sum(math.prod(entry.shape) for name in names for entry in dense.entries(name))
+
+
 def check_memory(
     recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool, limit: int | None, tell: bool
-) -> bool:
-    """Whether hidden states fit in memory, beside the rest. With `tell`, logs what is needed.
+) -> tuple[bool, int]:
+    """Whether hidden states fit in memory, beside the rest, and for how many FFNs at a time Gram matrices do.
+
+    With `tell`, logs what is needed.
 
     `limit` is the user's, in bytes. Raises KvpruneError where not even one layer fits.
     """
@@ -96,7 +126,9 @@ def check_memory(
     if tell:
         log.info("memory on %s: about %s (%s)%s; %s free", setup.device, _gib(needed.least), parts, where, _gib(free))
     if needed.least <= allowed:
-        return in_memory
+        spare = allowed - needed.least - (needed.hidden if in_memory else 0)
+        most = len(dense.layout.ffns)
+        return in_memory, min(most, 1 + int(SPARE_SHARE * max(spare, 0)) // needed.grams) if needed.grams else most
     limited = limit == allowed
     what = f"--memory {_gib(allowed)}" if limited else f"{dense.source.title}: memory on {setup.device}"
     ways = ["raise --memory"] if limited else []

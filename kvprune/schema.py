@@ -101,6 +101,11 @@ def _layer(value: object) -> object:
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
+# What engines want widths to be multiples of: GGUF's K-quants, vLLM's GPTQ, AWQ, Marlin and FP8 kernels, and
+# transformers' grouped products of experts in two-byte types.
+ROUND_TO = {"gguf": 256, "vllm": 128, "moe": 8}
+
+
 class PlanSection(BaseModel):
     """Which slots stay."""
 
@@ -112,9 +117,14 @@ class PlanSection(BaseModel):
     guard: bool | None = None
     budget: Budget = Budget(keep=0.8)
     allocation: Literal["uniform"] = "uniform"
-    round_to: Annotated[int, Field(ge=1)] = 128
+    round_to: Annotated[int, Field(ge=1)] | Literal["gguf", "vllm", "moe"] = 128
     floor: Annotated[int, Field(ge=1)] = 1
     protect: dict[Annotated[int, Field(ge=0), BeforeValidator(_layer)], list[Annotated[int, Field(ge=0)]]] = {}
+
+    @property
+    def step(self) -> int:
+        """What widths are multiples of."""
+        return self.round_to if isinstance(self.round_to, int) else ROUND_TO[self.round_to]
 
     @field_validator(*SCORE_OPTIONS)
     @classmethod

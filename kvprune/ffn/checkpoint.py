@@ -49,21 +49,25 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Cut:
-    """Keep `slots` (sorted) of a tensor along `axis`."""
+    """Keep `slots` `[kept]` of a tensor along `axis`; or `[experts, kept]`, of each item along axis 0 its own."""
 
     axis: int
     slots: npt.NDArray[np.int64]
 
     def shape(self, entry: TensorEntry) -> tuple[int, ...]:
         """The shape after the cut. Raises KvpruneError where the slots do not lie on that axis."""
-        if self.axis >= len(entry.shape) or (len(self.slots) and int(self.slots[-1]) >= entry.shape[self.axis]):
+        fits = self.axis < len(entry.shape) and (self.slots.ndim == 1 or len(self.slots) == entry.shape[0])
+        if not fits or (self.slots.size and int(self.slots.max()) >= entry.shape[self.axis]):
             raise KvpruneError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, which the plan does not fit")
-        return (*entry.shape[: self.axis], len(self.slots), *entry.shape[self.axis + 1 :])
+        return (*entry.shape[: self.axis], self.slots.shape[-1], *entry.shape[self.axis + 1 :])
 
     def words(self, data: memoryview, entry: TensorEntry) -> npt.NDArray[Any]:
         """The kept slots as unsigned integers of the element size: a slice never needs the value."""
         whole = np.frombuffer(data[entry.start : entry.end], dtype=f"<u{entry.itemsize}").reshape(entry.shape)
-        return np.ascontiguousarray(np.take(whole, self.slots, axis=self.axis))
+        if self.slots.ndim == 1:
+            return np.ascontiguousarray(np.take(whole, self.slots, axis=self.axis))
+        items = zip(whole, self.slots, strict=True)
+        return np.stack([np.take(item, slots, axis=self.axis - 1) for item, slots in items])
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,25 @@ class Replaced:
                 f"{entry.file}: {entry.name} is stored as {entry.dtype}, and the refitted values are not"
             )
         return self.elements
+
+
+@dataclass(frozen=True)
+class Patched:
+    """Cut a stack of experts, and write these elements in place of some: `items` by their place along axis 0."""
+
+    cut: Cut
+    items: dict[int, npt.NDArray[Any]]
+
+    def shape(self, entry: TensorEntry) -> tuple[int, ...]:
+        """The shape after the cut."""
+        return self.cut.shape(entry)
+
+    def words(self, data: memoryview, entry: TensorEntry) -> npt.NDArray[Any]:
+        """The kept slots, with the new elements in their places."""
+        words = self.cut.words(data, entry)
+        for at, elements in self.items.items():
+            words[at] = Replaced(elements).words(data, entry)
+        return words
 
 
 @dataclass(frozen=True)
@@ -106,7 +129,7 @@ class Added:
         return self.elements
 
 
-Change = Cut | Replaced | Added
+Change = Cut | Replaced | Patched | Added
 
 
 def changed_entries(checkpoint: "Checkpoint", changes: dict[str, Change], file: str) -> list[TensorEntry]:
@@ -199,27 +222,6 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             "download it again"
         )
     return header, 8 + length
-
-
-def model_names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
-    """Model parameter names to the names on disk, for parameters that are stored as they are.
-
-    `model` may be on the meta device. transformers renames on load; a parameter that it fuses or transposes from
-    disk tensors is left out, since a slice of it is not a slice of one tensor.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
-    converters = [item for item in mapping if isinstance(item, WeightConverter)]
-    state = model.state_dict()
-    names: dict[str, str] = {}
-    for disk in checkpoint.tensors:
-        target, pattern = rename_source_key(disk, renamings, converters, model.base_model_prefix, state)
-        if pattern is None:
-            names[target if target in state else disk] = disk
-    return names
 
 
 @contextmanager

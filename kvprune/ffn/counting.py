@@ -5,7 +5,7 @@ neither on the batch size nor on the number of threads. Each thread counts whole
 every small step to all cores would cost more than the step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvprune.ffn.experts import Seen
 from kvprune.ffn.stats import BINS, LOWEST_EXPONENT, PEAK_BINS, FfnStats, add, empty_stats
 
 CHUNK_ELEMENTS = 2**18  # tokens x slots counted at once: what stays in a core's cache
@@ -55,53 +56,96 @@ def make_scratch(width: int, dtype: torch.dtype, device: torch.device) -> Scratc
 
 @dataclass(frozen=True)
 class Counters:
-    """Threads that count, and the buffers of each. One thread on an accelerator, which needs no help."""
+    """Threads that count, and the buffers of each by width. One thread on an accelerator, which needs no help."""
 
     threads: int
     pool: ThreadPoolExecutor
-    scratches: list[Scratch]
+    scratches: list[dict[int, Scratch]]
+
+    def scratch(self, worker: int, width: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+        """The buffers of a thread for FFNs of this width."""
+        if width not in self.scratches[worker]:
+            self.scratches[worker][width] = make_scratch(width, dtype, device)
+        return self.scratches[worker][width]
 
 
 @contextmanager
-def make_counters(width: int, dtype: torch.dtype, device: torch.device) -> Iterator[Counters]:
-    """Counters for FFNs of this width whose coefficients are of `dtype` on `device`."""
+def make_counters(device: torch.device) -> Iterator[Counters]:
+    """Counters for coefficients on `device`."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield Counters(threads, pool, [make_scratch(width, dtype, device) for _ in range(threads)])
+        yield Counters(threads, pool, [{} for _ in range(threads)])
 
 
-def count(stats: FfnStats, coefficients: Tensor, skip_first: int, counters: Counters | None = None) -> None:
-    """Add coefficients `[sequences, tokens, slots]` to `stats`, in place.
+@dataclass(frozen=True)
+class Part:
+    """What one sequence shows of an FFN: coefficients `[tokens, slots]`; of the first `skip` only the maximum counts."""
 
-    The first `skip_first` tokens of each sequence only count for the maximum.
-    """
-    if counters is None or counters.threads == 1:
-        scratch = counters.scratches[0] if counters else None
-        parts = [count_sequence(stats, sequence, skip_first, scratch) for sequence in coefficients]
+    h: Tensor
+    skip: int
+
+
+def by_sequence(seen: Seen, sequences: int, length: int, skip_first: int) -> list[Part]:
+    """What a batch of `sequences` of `length` shows, cut into its sequences; of an expert, those that it is used in."""
+    if seen.tokens is None:
+        return [Part(h, skip_first) for h in seen.h.view(sequences, length, -1)]
+    ends = torch.searchsorted(seen.tokens, torch.arange(1, sequences, device=seen.tokens.device) * length)
+    cuts = ends.tolist()
+    skipped = (seen.tokens % length < skip_first).tensor_split(cuts)
+    parts = zip(seen.h.tensor_split(cuts), skipped, strict=True)
+    return [Part(h, int(skip.sum())) for h, skip in parts if len(h)]
+
+
+def counted_rows(seen: Seen, length: int, skip_first: int) -> Tensor:
+    """Coefficients `[tokens, slots]` of all tokens that count, of a batch of sequences of `length`."""
+    if seen.tokens is None:
+        return seen.h.view(-1, length, seen.h.shape[-1])[:, skip_first:].flatten(0, 1)
+    return seen.h[seen.tokens % length >= skip_first]
+
+
+def count_seen(
+    stats: FfnStats, seen: Seen, sequences: int, length: int, skip_first: int, counters: Counters | None = None
+) -> None:
+    """Add what a batch of `sequences` of `length` tokens shows of an FFN to its `stats`, in place."""
+    count(stats, by_sequence(seen, sequences, length, skip_first), counters)
+    if stats.gate_total is not None and seen.tokens is not None:
+        gates = torch.ones_like(seen.tokens, dtype=torch.float64) if seen.gates is None else seen.gates.double()
+        stats.gate_total += gates[seen.tokens % length >= skip_first].sum()
+
+
+def count(stats: FfnStats, parts: Sequence[Part], counters: Counters | None = None) -> None:
+    """Add the sequences `parts` to `stats`, in place."""
+    few = sum(part.h.numel() for part in parts) < CHUNK_ELEMENTS
+    if counters is None or counters.threads == 1 or few:
+        counts = [_counted(stats, part, counters, 0) for part in parts]
     else:
-        parts = _count_in_threads(stats, coefficients, skip_first, counters)
-    for part in parts:
-        add(stats, part)
+        counts = _count_in_threads(stats, parts, counters)
+    for item in counts:
+        add(stats, item)
 
 
-def _count_in_threads(stats: FfnStats, coefficients: Tensor, skip_first: int, counters: Counters) -> list[FfnStats]:
+def _counted(stats: FfnStats, part: Part, counters: Counters | None, worker: int) -> FfnStats:
+    scratch = counters.scratch(worker, stats.width, part.h.dtype, part.h.device) if counters else None
+    return count_sequence(stats, part.h, part.skip, scratch)
+
+
+def _count_in_threads(stats: FfnStats, parts: Sequence[Part], counters: Counters) -> list[FfnStats]:
     threads = torch.get_num_threads()
 
     @torch.inference_mode()
     def share(worker: int) -> list[FfnStats]:
-        mine = coefficients[worker :: counters.threads]
-        return [count_sequence(stats, sequence, skip_first, counters.scratches[worker]) for sequence in mine]
+        return [_counted(stats, part, counters, worker) for part in parts[worker :: counters.threads]]
 
     shares = list(counters.pool.map(share, range(counters.threads)))
     torch.set_num_threads(threads)  # a thread of the pool that started has set it to 1 for libraries that ask globally
-    return [shares[index % counters.threads][index // counters.threads] for index in range(len(coefficients))]
+    return [shares[index % counters.threads][index // counters.threads] for index in range(len(parts))]
 
 
 def count_sequence(stats: FfnStats, sequence: Tensor, skip_first: int, scratch: Scratch | None = None) -> FfnStats:
     """The statistics of one sequence of coefficients `[tokens, slots]` of the FFN that `stats` is of."""
     scratch = scratch or make_scratch(stats.width, sequence.dtype, sequence.device)
     rows = scratch.exact.shape[0]
-    part = empty_stats(stats.value_norm, stats.key_norm)
+    part = empty_stats(stats.value_norm, stats.key_norm)  # no gates: they are counted for the whole batch
     for chunk in _chunks(sequence[:skip_first], rows):
         _count_loudness(part, chunk, scratch)
     for chunk in _chunks(sequence[skip_first:], rows):

@@ -2,17 +2,18 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprune.ffn.counting import Counters
-from kvprune.ffn.layout import Layout
+from kvprune.ffn.counting import Counters, count_seen
+from kvprune.ffn.experts import Seen
+from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats
-from kvprune.ffn.watching import counted, empty_for
+from kvprune.ffn.watching import empty_for, watched
 
 SECONDS_BETWEEN_SAVES = 60.0
 
@@ -21,18 +22,21 @@ SECONDS_BETWEEN_SAVES = 60.0
 def count_batch(
     model: Any,
     layout: Layout,
-    stats: Sequence[FfnStats],
+    stats: Mapping[str, FfnStats],
     batch: Tensor,
     skip_first: int,
     counters: Counters | None = None,
 ) -> None:
     """Run `batch` `[sequences, tokens]` through the model without its head; add every FFN's coefficients to `stats`."""
-    values = [model.get_submodule(ffn.value.name) for ffn in layout.ffns]
-    with counted(values, stats, skip_first, counters):
+
+    def see(ffn: Ffn, seen: Seen) -> None:
+        count_seen(stats[ffn.name], seen, len(batch), batch.shape[1], skip_first, counters)
+
+    with watched(model, layout.ffns, see):
         model.base_model(input_ids=batch.to(model.device), use_cache=False)
 
 
-def empty(model: Any, layout: Layout) -> list[FfnStats]:
+def empty(model: Any, layout: Layout) -> dict[str, FfnStats]:
     """Statistics without a count for every FFN of the model, with the norms of its keys and values."""
 
     @torch.inference_mode()

@@ -1,280 +1,288 @@
-"""Which modules of a model are FFNs that slots can be cut from. The only file that knows architectures.
+"""What an FFN is made of: which parameters hold its keys and values, and how slots lie in them.
 
-It knows them as shapes, found in the module tree of a model on the meta device, never as a table of names:
+The only file that knows how architectures build FFNs. It knows shapes, not names of models:
 
-* gated Linear: two keys H→F and a value F→H, `value(f(gate(x)) * up(x))` (Llama, Mistral, Qwen, Gemma, OLMo2)
-* plain Conv1D: one key H→F and a value F→H stored as `[in, out]` (GPT-2)
-
-A candidate counts only where a numerical probe shows that its slots are separable: changing the key of one slot
-changes the coefficient of that slot and of no other, and the module's output is the value matrix's output.
+* a linear map with slots on its output is a key, one with slots on its input a value (nn.Linear, or Conv1D, whose
+  weight is transposed); keys and value may be children of one module, siblings, or inline in the decoder layer
+* gate and up are two keys, or one fused matrix, whose halves they are, or whose rows they take in turn
+* experts are the same, stacked along axis 0 of three-dimensional parameters; every expert is an FFN of its own
 """
 
-import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from kvprune.errors import KvpruneError
+Spread = Literal["whole", "halves", "interleaved"]
+Shape = tuple[int, ...]
 
-PROBE_WIDTH = 8
-PROBE_TOKENS = 16
+
+class NotAnFfnError(Exception):
+    """What changes with a width is no set of FFNs; the message is the reason."""
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A weight matrix of an FFN: its module's path, the axis of the weight that slots lie on, and if it has a bias."""
+class Param:
+    """A parameter, as the model holds it, and the axis of it that slots lie on."""
 
     name: str
-    slot_axis: int
-    bias: bool
+    axis: int
+    spread: Spread = "whole"  # of fused keys: how the two of a slot lie along the axis
+
+    def indices(self, slots: Sequence[int], width: int) -> list[int]:
+        """Where `slots` of an FFN of `width` lie along the axis, in its order."""
+        match self.spread:
+            case "halves":
+                return [*slots, *(width + slot for slot in slots)]
+            case "interleaved":
+                return [at for slot in slots for at in (2 * slot, 2 * slot + 1)]
+            case _:
+                return list(slots)
+
+    @property
+    def fused(self) -> bool:
+        return self.spread != "whole"
 
 
 @dataclass(frozen=True)
 class Ffn:
-    """One FFN: `coefficient i = f(keys i)`, written to the residual stream by column i of `value`."""
+    """One FFN, or one expert: `coefficient i = f(keys i)`, written to the residual stream by slot i of `value`."""
 
     name: str
-    keys: tuple[Matrix, ...]
-    value: Matrix
+    module: str  # what is watched: the value's linear map, or the module of all experts
+    keys: tuple[Param, ...]
+    key_biases: tuple[Param, ...]
+    value: Param
+    value_bias: str | None
     width: int
-    hidden: int
+    hidden: int  # what it writes to
+    params_per_slot: int
+    layer: str = ""  # the decoder layer that it is in
+    expert: int | None = None  # its index on axis 0 of each parameter
+
+    def cuts(self) -> tuple[Param, ...]:
+        """All that shrinks with the width."""
+        return (*self.keys, *self.key_biases, self.value)
 
     @property
-    def params_per_slot(self) -> int:
-        return (len(self.keys) + 1) * self.hidden + sum(key.bias for key in self.keys)
+    def gated(self) -> bool:
+        return len(self.keys) == 2 or self.keys[0].fused
 
-    def cuts(self) -> dict[str, int]:
-        """Parameter names to the axis that slots lie on, for all that shrinks with the width."""
-        weights = {f"{matrix.name}.weight": matrix.slot_axis for matrix in (*self.keys, self.value)}
-        return weights | {f"{key.name}.bias": 0 for key in self.keys if key.bias}
+    @property
+    def value_key(self) -> str:
+        """What its own value matrix is called where experts are told apart."""
+        return self.value.name if self.expert is None else f"{self.value.name}[{self.expert}]"
+
+    @property
+    def bias_key(self) -> str:
+        """What the bias of its value is called where experts are told apart, whether there is one or not."""
+        if self.expert is None:
+            return self.value_bias or f"{self.value.name.removesuffix('.weight')}.bias"
+        return f"{self.value_bias}[{self.expert}]"
 
     def missing_biases(self) -> dict[str, str]:
         """Names of the biases that its matrices could have and do not, each with the name of its weight."""
-        bare = (matrix.name for matrix in (*self.keys, self.value) if not matrix.bias)
-        return {f"{name}.bias": f"{name}.weight" for name in bare}
+        if self.expert is not None:
+            return {}
+        weights = [key.name for key in self.keys] + [self.value.name]
+        there = {bias.name for bias in self.key_biases} | {self.value_bias}
+        names = {f"{weight.removesuffix('.weight')}.bias": weight for weight in weights}
+        return {bias: weight for bias, weight in names.items() if bias not in there}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of config.json that sets the width of FFNs: of each, a fixed multiple of the field's value."""
+
+    name: str  # with dots where it is nested
+    value: int
+    multiples: dict[str, int]  # by FFN names
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.value:,}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All FFNs of a model, the config field that sets their width, and the model's parameter count (tied ones once)."""
+    """All FFNs of a model, in layer order, what sets their widths, and its parameter count (tied ones once)."""
 
     ffns: tuple[Ffn, ...]
-    layers: tuple[str, ...]  # the decoder layers that they are in, one each
-    width_field: str
+    layers: tuple[str, ...]  # all decoder layers; a layer may hold any number of FFNs
+    fields: tuple[Field, ...]
     bias_field: str | None  # a switch that gives every matrix of every FFN a bias, and nothing else, where there is one
     total_params: int
 
     @property
-    def width(self) -> int:
-        return self.ffns[0].width
+    def widest(self) -> int:
+        return max(ffn.width for ffn in self.ffns)
+
+    @property
+    def experts(self) -> bool:
+        return any(ffn.expert is not None for ffn in self.ffns)
+
+    def in_layer(self, index: int) -> list[int]:
+        """Indices of the FFNs in decoder layer `index`."""
+        return [at for at, ffn in enumerate(self.ffns) if ffn.layer == self.layers[index]]
+
+    def field_of(self, ffn: Ffn) -> Field:
+        """What sets the width of `ffn`."""
+        return next(field for field in self.fields if ffn.name in field.multiples)
 
 
-def find_layout(config: Any, *, trust_remote_code: bool = False) -> Layout:
-    """Find the FFNs of the model that `config` describes, without its weights.
+@dataclass(frozen=True)
+class _Role:
+    """Of one parameter that changes with a width: what it is, where its slots lie, and how many rows a slot has."""
 
-    Raises KvpruneError naming what was found where the model has anything else than one FFN of a known shape a layer.
+    name: str
+    kind: Literal["key", "value", "bias"]
+    axis: int
+    multiple: int
+    shape: Shape
+
+    @property
+    def owner(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def assemble(model: nn.Module, changed: Mapping[str, tuple[int, int]], value: int) -> list[tuple[Ffn, int]]:
+    """The FFNs that the parameters `changed` (name to axis and multiple of the field's `value`) are of, with multiples.
+
+    Fused keys are taken for halves until a probe knows better. Raises NotAnFfnError where they are not those of FFNs.
     """
-    if config.get_text_config() is not config:
-        raise KvpruneError(
-            f"model type {config.model_type}: a multimodal checkpoint with a nested text model; "
-            "kvprune slims checkpoints of text models only"
-        )
-    model = meta_model(config, trust_remote_code=trust_remote_code)
-    path, layers = _decoder_layers(model, config)
-    ffns = tuple(_ffn_of_layer(f"{path}.{index}", layer) for index, layer in enumerate(layers))
-    _refuse_leftovers(model, path, ffns)
-    widths = {ffn.width for ffn in ffns}
-    if len(widths) > 1:
-        raise KvpruneError(f"model type {config.model_type}: its layers have FFN widths {sorted(widths)}; expected one")
-    field, narrow = _width_field(model, config, ffns, trust_remote_code)
-    for ffn in ffns:
-        _probe_separable(narrow.get_submodule(ffn.name), ffn)
-    names = tuple(f"{path}.{index}" for index in range(len(layers)))
-    bias_field = _bias_field(model, config, ffns, trust_remote_code)
-    return Layout(ffns, names, field, bias_field, sum(parameter.numel() for parameter in model.parameters()))
-
-
-def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The causal language model of `config` on the meta device. Raises KvpruneError where there is none."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, ImportError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise KvpruneError(
-            f"model type {config.model_type}: not a causal language model that transformers builds: {text}"
-        ) from None
-
-
-def _decoder_layers(model: Any, config: Any) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers: the module list of `num_hidden_layers` items with the most parameters."""
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    if not lists:
-        raise KvpruneError(f"model type {config.model_type}: no list of {count} decoder layers found")
-    return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
-
-
-def _linears(module: nn.Module) -> dict[str, tuple[int, int, nn.Module]]:
-    """Direct children that are linear maps: name to (inputs, outputs, module)."""
-    found: dict[str, tuple[int, int, nn.Module]] = {}
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            found[name] = (child.in_features, child.out_features, child)
-        elif isinstance(child, Conv1D):
-            found[name] = (child.weight.shape[0], child.weight.shape[1], child)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    roles = [_role(model, name, axis, multiple, shapes[name]) for name, (axis, multiple) in changed.items()]
+    keys = {role.name: role for role in roles if role.kind == "key"}
+    biases = {role.owner: role for role in roles if role.kind == "bias"}
+    values = [role for role in roles if role.kind == "value"]
+    found: list[tuple[Ffn, int]] = []
+    used: set[str] = set()
+    for role in values:
+        mine = _keys_of(role, keys)
+        own = [biases[owner] for owner in dict.fromkeys(key.owner for key in mine) if owner in biases]
+        bias = _value_bias(model, role)
+        found += [(ffn, role.multiple) for ffn in _experts(_one(role, mine, own, bias, value), role)]
+        if taken := used & {key.name for key in mine}:
+            raise NotAnFfnError(f"{sorted(taken)[0]} belongs to more than one value matrix")
+        used |= {key.name for key in mine} | {item.name for item in own}
+    if lost := [role.name for role in roles if role.kind != "value" and role.name not in used]:
+        raise NotAnFfnError(f"{lost[0]} changes with it, and is no key of an FFN")
+    if not found:
+        raise NotAnFfnError("no value matrix changes with it")
     return found
 
 
-def _match(path: str, module: nn.Module) -> Ffn | None:
-    """The FFN that `module` is, or None: its parameters are those of keys H→F and one value F→H and nothing more."""
-    linears = _linears(module)
-    conv = [isinstance(child, Conv1D) for *_, child in linears.values()]
-    if len(linears) != (2 if conv and all(conv) else 3) or (any(conv) and not all(conv)):
-        return None
-    if sum(1 for _ in module.parameters()) != sum(1 for *_, child in linears.values() for _ in child.parameters()):
-        return None
-    shapes = [shape[:2] for shape in linears.values()]
-    hidden, width = max(shapes, key=shapes.count)  # two keys outnumber the value; of a plain pair the key comes first
-    keys = [name for name, shape in linears.items() if shape[:2] == (hidden, width)]
-    values = [name for name, shape in linears.items() if shape[:2] == (width, hidden)]
-    if hidden == width or len(values) != 1 or len(keys) + 1 != len(linears):
-        return None  # a square one cannot tell keys from value
-    key_axis = 1 if conv[0] else 0
-
-    def matrix(name: str, axis: int) -> Matrix:
-        return Matrix(f"{path}.{name}", axis, linears[name][2].bias is not None)
-
-    return Ffn(path, tuple(matrix(key, key_axis) for key in keys), matrix(values[0], 1 - key_axis), width, hidden)
+def _role(model: nn.Module, name: str, axis: int, multiple: int, shape: Shape) -> _Role:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    experts = [item for item in owner.parameters(recurse=False) if item.ndim == 3]
+    if len(shape) == 1 or (len(shape) == 2 and experts):
+        if len(shape) == 2 and axis == 0:
+            raise NotAnFfnError(f"{name} has it as its number of experts")
+        return _Role(name, "bias", axis, multiple, shape)
+    if len(shape) == 2:
+        if not isinstance(owner, nn.Linear | Conv1D):
+            raise NotAnFfnError(f"{name} of {type(owner).__name__} is no linear map")
+        out = 1 if isinstance(owner, Conv1D) else 0
+        return _Role(name, "key" if axis == out else "value", axis, multiple, shape)
+    if len(shape) == 3 and axis > 0 and "Conv" not in type(owner).__name__:
+        return _Role(name, "key" if axis == _key_axis(owner, experts) else "value", axis, multiple, shape)
+    raise NotAnFfnError(f"{name} {list(shape)} of {type(owner).__name__} is no linear map")
 
 
-def _ffn_of_layer(path: str, layer: nn.Module) -> Ffn:
-    found = [
-        ffn for name, module in layer.named_modules() if name and (ffn := _match(f"{path}.{name}", module)) is not None
-    ]
-    if len(found) == 1:
-        return found[0]
-    what = "no FFN" if not found else f"{len(found)} FFNs ({', '.join(ffn.name for ffn in found)})"
-    parts = "; ".join(_describe(path, layer))
-    raise KvpruneError(
-        f"{path}: {what} of a supported shape (gated Linear, or plain Conv1D as in GPT-2), one a layer. Found: {parts}"
+def _key_axis(owner: nn.Module, stacked: Sequence[Any]) -> int:
+    """Which axis of a stack of experts' keys their slots lie on."""
+    transposed = getattr(owner, "is_transposed", None)
+    if transposed is None and len(stacked) == 2:  # the fused keys are as wide as two; of two alike, keys come first
+        first, second = (tuple(item.shape) for item in stacked)
+        return 2 if first[2] == 2 * second[1] and first[1] == second[2] else 1
+    return 2 if transposed else 1
+
+
+def _keys_of(value: _Role, keys: Mapping[str, _Role]) -> list[_Role]:
+    """The keys in the smallest module around a value matrix that has any."""
+    scope = value.owner
+    while scope:
+        mine = [key for key in keys.values() if key.name.startswith(f"{scope}.")]
+        if mine:
+            break
+        scope = scope.rpartition(".")[0]
+    else:
+        raise NotAnFfnError(f"{value.name} has no keys")
+    rows = sum(key.multiple for key in mine)
+    if (
+        rows not in (value.multiple, 2 * value.multiple)
+        or len({len(key.shape) for key in mine} | {len(value.shape)}) > 1
+    ):
+        names = ", ".join(f"{role.name} {list(role.shape)}" for role in (*mine, value))
+        raise NotAnFfnError(f"{names} do not make one FFN")
+    return mine
+
+
+def _value_bias(model: nn.Module, value: _Role) -> str | None:
+    """The bias beside a value matrix: `bias` of a linear map, `NAME_bias` of a stack of experts."""
+    known = dict(model.named_parameters())
+    return next((name for name in (f"{value.owner}.bias", f"{value.name}_bias") if name in known), None)
+
+
+def _one(value: _Role, keys: list[_Role], biases: list[_Role], bias: str | None, size: int) -> Ffn:
+    """The FFN, or the stack of experts, of these parameters."""
+    width, stacked = size * value.multiple, len(value.shape) == 3
+
+    def param(role: _Role) -> Param:
+        return Param(role.name, role.axis, "halves" if role.multiple == 2 * value.multiple else "whole")
+
+    rows = [_elements(role) * role.multiple // value.multiple for role in (*keys, *biases, value)]
+    scope = value.owner
+    while not all(key.name.startswith(f"{scope}.") for key in keys):
+        scope = scope.rpartition(".")[0]
+    return Ffn(
+        name=scope,
+        module=value.owner,
+        keys=tuple(map(param, keys)),
+        key_biases=tuple(map(param, biases)),
+        value=param(value),
+        value_bias=bias,
+        width=width,
+        hidden=value.shape[3 - value.axis] if stacked else value.shape[1 - value.axis],
+        params_per_slot=sum(rows),
     )
 
 
-def _describe(path: str, layer: nn.Module) -> Iterator[str]:
-    """The layer's modules that hold matrices, with shapes: what the user can look up."""
+def _elements(role: _Role) -> int:
+    """Elements of one row along the slots' axis, of one expert."""
+    stacked = len(role.shape) == 3 or (role.kind == "bias" and role.axis == 1)
+    return math.prod(size for at, size in enumerate(role.shape) if at != role.axis and not (stacked and at == 0))
+
+
+def _experts(ffn: Ffn, value: _Role) -> Iterator[Ffn]:
+    if len(value.shape) < 3:
+        yield ffn
+        return
+    for expert in range(value.shape[0]):
+        yield replace(ffn, name=f"{ffn.name}.{expert}", expert=expert)
+
+
+def resize(model: nn.Module, ffn: Ffn, width: int) -> None:
+    """Give an FFN of a model without weights another width, in place: whole stacks of experts at once."""
+    for param in ffn.cuts():
+        path, _, name = param.name.rpartition(".")
+        owner = model.get_submodule(path)
+        shape = list(owner._parameters[name].shape)  # type: ignore[union-attr]
+        shape[param.axis] = width * (2 if param.fused else 1)
+        owner._parameters[name] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        if isinstance(owner, Conv1D) and param.axis == len(shape) - 1:
+            owner.nf = shape[-1]  # it shapes its output by it
+
+
+def describe(layer: nn.Module) -> str:
+    """A layer's modules that hold matrices, with shapes: what the user can look up."""
+    parts = []
     for name, module in layer.named_children():
         shapes = [f"{key} {list(value.shape)}" for key, value in module.named_parameters() if value.ndim > 1]
         if shapes:
-            yield f"{name}: {type(module).__name__}({', '.join(shapes)})"
-
-
-def _refuse_leftovers(model: nn.Module, path: str, ffns: tuple[Ffn, ...]) -> None:
-    """Experts beside an FFN, and FFNs outside the decoder layers, would be left dense: refuse rather than do half."""
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 3 and "Conv" not in type(module).__name__:
-                raise KvpruneError(
-                    f"{name}: {type(module).__name__} holds 3-D experts ({key} {list(parameter.shape)}); "
-                    "mixtures of experts are not supported"
-                )
-    known = {ffn.name for ffn in ffns}
-    for name, module in model.named_modules():
-        if name not in known and not name.startswith(f"{path}.") and _match(name, module) is not None:
-            raise KvpruneError(f"{name}: an FFN outside of the decoder layers {path}; not supported")
-
-
-def _width_field(model: Any, config: Any, ffns: tuple[Ffn, ...], trust_remote_code: bool) -> tuple[str, Any]:
-    """The config field that sets the width of every FFN and nothing else, found by trying; and a narrow meta model."""
-    values = config.to_dict()
-    width = ffns[0].width
-    # A field may be None and mean "4 x hidden" (GPT-2's n_inner).
-    candidates = [key for key, value in values.items() if value == width and type(value) is int]
-    candidates += [key for key, value in values.items() if value is None and ("inner" in key or "ffn" in key)]
-    before = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    cuts = {name: axis for ffn in ffns for name, axis in ffn.cuts().items()}
-    expected = {name: _narrowed(shape, cuts.get(name)) for name, shape in before.items()}
-    for key in candidates:
-        clone = copy.deepcopy(config)
-        setattr(clone, key, PROBE_WIDTH)
-        try:
-            narrow = meta_model(clone, trust_remote_code=trust_remote_code)
-        except KvpruneError:
-            continue  # not a field that can take this value, so not the width
-        if {name: tuple(parameter.shape) for name, parameter in narrow.named_parameters()} == expected:
-            return key, narrow
-    raise KvpruneError(
-        f"model type {config.model_type}: FFN width {width} cannot be set by one field of config.json "
-        f"(tried {', '.join(candidates) or 'none'}), so no slim checkpoint would load"
-    )
-
-
-def _bias_field(model: Any, config: Any, ffns: tuple[Ffn, ...], trust_remote_code: bool) -> str | None:
-    """The config field that is off and would give all FFNs biases and nothing else (Llama's mlp_bias)."""
-    expected = {name for name, _ in model.named_parameters()} | {name for ffn in ffns for name in ffn.missing_biases()}
-    if all(ffn.value.bias for ffn in ffns):
-        return None
-    for key in [key for key, value in config.to_dict().items() if value is False and "bias" in key]:
-        clone = copy.deepcopy(config)
-        setattr(clone, key, True)
-        try:
-            biased = meta_model(clone, trust_remote_code=trust_remote_code)
-        except KvpruneError:
-            continue  # not a switch of this model
-        if {name for name, _ in biased.named_parameters()} == expected:
-            return str(key)
-    return None
-
-
-def _narrowed(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return shape if axis is None else (*shape[:axis], PROBE_WIDTH, *shape[axis + 1 :])
-
-
-@torch.no_grad()
-def _probe_separable(module: nn.Module, ffn: Ffn) -> None:
-    """Change one slot's key at a time in a narrow clone: only that slot's coefficient may change."""
-    module = copy.deepcopy(module).to_empty(device="cpu").float().eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) / ffn.hidden**0.5)
-    x = torch.randn(1, PROBE_TOKENS, ffn.hidden, generator=generator)
-    value = module.get_submodule(ffn.value.name.removeprefix(f"{ffn.name}."))
-    base, out, written = _coefficients(module, value, x, ffn)
-    if not torch.equal(out, written):
-        raise KvpruneError(f"{ffn.name}: {type(module).__name__} changes what its value matrix writes; not supported")
-    for slot in range(PROBE_WIDTH):
-        changed = copy.deepcopy(module)
-        for key in ffn.keys:
-            weight = changed.get_submodule(key.name.removeprefix(f"{ffn.name}.")).weight
-            weight.select(key.slot_axis, slot).mul_(1.5)  # type: ignore[operator]
-        value = changed.get_submodule(ffn.value.name.removeprefix(f"{ffn.name}."))
-        moved = (_coefficients(changed, value, x, ffn)[0] - base).abs().amax(dim=(0, 1)) > 0
-        if moved.nonzero().flatten().tolist() != [slot]:
-            raise KvpruneError(
-                f"{ffn.name}: {type(module).__name__} couples its slots: changing the key of slot {slot} changes the "
-                f"coefficients of slots {moved.nonzero().flatten().tolist()}; removing slots would change the others"
-            )
-
-
-def _coefficients(module: nn.Module, value: nn.Module, x: Tensor, ffn: Ffn) -> tuple[Tensor, Tensor, Tensor]:
-    """Run an FFN on x `[1, tokens, hidden]`: coefficients `[1, tokens, slots]`, its output, the value matrix's."""
-    seen: list[Tensor] = []
-    handle = value.register_forward_hook(lambda _, args, output: seen.extend((args[0], output)))
-    try:
-        out = module(x)
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise KvpruneError(f"{ffn.name}: {type(module).__name__} cannot be called on its own: {error}") from None
-    finally:
-        handle.remove()
-    if len(seen) != 2 or not isinstance(out, Tensor):
-        raise KvpruneError(f"{ffn.name}: {type(module).__name__} does not call its value matrix once; not supported")
-    return seen[0], out, seen[1]
+            parts.append(f"{name}: {type(module).__name__}({', '.join(shapes)})")
+    return "; ".join(parts)

@@ -41,6 +41,8 @@ class FfnStats:
     # From the Gram matrix of all counted tokens, where it was collected; see gram.elimination.
     removal_cost: Tensor | None = None  # float64 [slots]
     removal_turn: Tensor | None = None  # int64 [slots]
+    # Of an expert, whose `tokens` are those that are routed to it: the sum of the router's weights over them.
+    gate_total: Tensor | None = None  # float64 []
 
     @property
     def width(self) -> int:
@@ -50,8 +52,8 @@ class FfnStats:
 ADDED = ("histogram", "peak_histogram", "total", "total_abs", "total_square", "sequence_norms", "tokens", "sequences")
 
 
-def empty_stats(value_norm: Tensor, key_norm: Tensor) -> FfnStats:
-    """Nothing counted yet, for an FFN with these norms `[slots]`."""
+def empty_stats(value_norm: Tensor, key_norm: Tensor, *, routed: bool = False) -> FfnStats:
+    """Nothing counted yet, for an FFN with these norms `[slots]`; `routed` for an expert."""
     width, device = value_norm.shape[0], value_norm.device
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -69,6 +71,7 @@ def empty_stats(value_norm: Tensor, key_norm: Tensor) -> FfnStats:
         sequences=zeros(dtype=torch.int64),
         value_norm=value_norm.float(),
         key_norm=key_norm.float(),
+        gate_total=zeros(dtype=torch.float64) if routed else None,
     )
 
 
@@ -76,6 +79,8 @@ def add(stats: FfnStats, more: FfnStats) -> FfnStats:
     """Add the counts and sums of `more`, of the same FFN, to `stats` in place, and return it."""
     for name in ADDED:
         getattr(stats, name).add_(getattr(more, name))
+    if stats.gate_total is not None and more.gate_total is not None:
+        stats.gate_total += more.gate_total
     torch.maximum(stats.maximum, more.maximum, out=stats.maximum)
     return stats
 
@@ -83,6 +88,8 @@ def add(stats: FfnStats, more: FfnStats) -> FfnStats:
 def sum_over(ranks: Ranks, stats: FfnStats) -> None:
     """Make `stats` those of all ranks' tokens, in place."""
     ranks.sum(*(getattr(stats, name) for name in ADDED))
+    if stats.gate_total is not None:
+        ranks.sum(stats.gate_total)
     ranks.largest(stats.maximum)
 
 
@@ -122,6 +129,6 @@ def read_stats(path: Path) -> tuple[list[FfnStats], dict[str, Any]]:
     """The statistics of a run, in layer order, and their provenance. Raises KvpruneError where they are missing."""
     tensors, meta = read_tensors(path)
     try:
-        return from_tensors(tensors, meta["layout"]["ffns"]), meta
+        return from_tensors(tensors, [ffn["name"] for ffn in meta["layout"]["ffns"]]), meta
     except (KeyError, TypeError) as error:
         raise KvpruneError(f"{path}: incomplete ({error}); run: kvprune calibrate") from None

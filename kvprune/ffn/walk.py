@@ -8,20 +8,21 @@ map, run on the hidden states of all sequences, and emptied again. The head neve
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint
+from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Hidden, Shelf, make_hidden
+from kvprune.ffn.stored import Pieces, read_parameter
 from kvprune.ranks import ALONE, Ranks
 
 Read = Callable[[str], Tensor]
@@ -114,16 +115,21 @@ class _Recorded(Exception):  # noqa: N818  (no error: the last layer is reached)
     pass
 
 
-def reader(checkpoint: Checkpoint, names: dict[str, str], dtype: torch.dtype, device: str) -> Read:
+def reader(checkpoint: Checkpoint, pieces: Pieces, dtype: torch.dtype, device: str) -> Read:
     """Read a parameter by its name in the model: a view of the mapped file where it has this dtype and device."""
+    return lambda name: read_parameter(checkpoint, pieces[name], device, dtype)
 
-    def read(name: str) -> Tensor:
-        entry = checkpoint.tensors[names[name]]
-        with safe_open(checkpoint.folder / entry.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(entry.name)
-        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
-    return read
+def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    """The model of `config` with its own buffers and without weights."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=dtype,
+            experts_implementation="eager",  # others want widths to be a multiple of something
+            trust_remote_code=trust_remote_code,
+        )
+    return model.eval()
 
 
 def open_walker(
@@ -133,10 +139,7 @@ def open_walker(
 
     `known` are the parameters that `read` can give. Raises CannotWalkError, with the reason, where that cannot be.
     """
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=setup.dtype, trust_remote_code=trust_remote_code
-        ).eval()
+    model = empty_model(config, setup.dtype, trust_remote_code=trust_remote_code)
     high = set(model._keep_in_fp32_modules_strict or ()) | set(model._keep_in_fp32_modules or ())
     if high and setup.dtype != torch.float32:
         raise CannotWalkError(f"transformers keeps some of its modules in float32 ({', '.join(sorted(high))})")
@@ -196,11 +199,20 @@ class Setup:
     ranks: Ranks = ALONE
     cache: Path | None = None  # for hidden states; None: the run folder
     in_memory: bool = True  # hidden states; after each layer they are kept on disk in any case
+    grams: int = 1  # Gram matrices of FFNs of one layer that are summed at a time
 
     def share(self, items: Tensor) -> list[Tensor]:
         """This rank's batches of `items` `[sequences, …]`: whole ones, each computed as it would be alone."""
         batches = torch.split(items, self.batch_size) if len(items) else ()
         return list(batches[self.ranks.rank :: self.ranks.count])
+
+    def agreed(self) -> "Setup":
+        """The same on every rank: all take part in each sum."""
+        return replace(self, grams=self.ranks.data_of_first(self.grams))
+
+    def rounds(self, ffns: list[Ffn]) -> list[list[Ffn]]:
+        """FFNs of one layer in groups whose Gram matrices are summed at a time."""
+        return [ffns[at : at + self.grams] for at in range(0, len(ffns), self.grams)]
 
     @property
     def dtype_name(self) -> str:

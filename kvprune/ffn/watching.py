@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvprune.ffn.counting import Counters, count
-from kvprune.ffn.gram import Gram, add_tokens
+from kvprune.ffn.experts import See, Seen, own, run_experts
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.stats import FfnStats, empty_stats
 
@@ -16,75 +16,74 @@ SLOPE_TOLERANCE = 1e-3  # of the change's energy: rounding, in low precision
 
 
 @contextmanager
-def watched(value: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that holds the last input (coefficients) and output of a value matrix."""
-    seen: list[Tensor] = []
-
-    def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[:] = [args[0], output]
-
-    handle = value.register_forward_hook(hook)
+def watched(root: nn.Module, ffns: Sequence[Ffn], see: See) -> Iterator[None]:
+    """Show `see` what reaches and leaves each of `ffns`, which are modules within `root`, at each of their calls."""
+    modules: dict[str, list[Ffn]] = {}
+    for ffn in ffns:
+        modules.setdefault(ffn.module, []).append(ffn)
+    handles, replaced = [], []
     try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def summed(value: nn.Module, gram: Gram | None, skip_first: int) -> Iterator[None]:
-    """Add the counted tokens' coefficients that reach a value matrix to `gram`, if there is one."""
-    if gram is None:
-        yield
-        return
-
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        add_tokens(gram, args[0][:, skip_first:].flatten(0, 1))
-
-    handle = value.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def counted(
-    values: Sequence[nn.Module], stats: Sequence[FfnStats], skip_first: int, counters: Counters | None
-) -> Iterator[None]:
-    """Count the coefficients that reach each of the value matrices into its statistics."""
-
-    def hook(item: FfnStats) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, args: count(item, args[0], skip_first, counters)
-
-    handles = [value.register_forward_pre_hook(hook(item)) for value, item in zip(values, stats, strict=True)]
-    try:
+        for name, members in modules.items():
+            module = root.get_submodule(name)
+            if members[0].expert is None:
+                handles.append(module.register_forward_hook(_hook(members[0], see)))
+            else:
+                module.forward = partial(_experts, module, members, see)
+                replaced.append(module)
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for module in replaced:
+            del module.forward
 
 
-def empty_for(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> list[FfnStats]:
-    """Statistics without a count for `ffns`, with the norms of their keys and values. `run` runs them within `root`."""
+def _hook(ffn: Ffn, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    return lambda _, args, output: see(ffn, Seen(args[0].flatten(0, -2), output.flatten(0, -2)))
+
+
+def _experts(module: nn.Module, ffns: Sequence[Ffn], see: See, *args: Any, **kwargs: Any) -> Any:
+    return run_experts(module, ffns, see, args, kwargs)
+
+
+def empty_for(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> dict[str, FfnStats]:
+    """Statistics by name without a count for `ffns`, with the norms of keys and values. `run` runs them in `root`."""
     gains = find_gains(root, ffns, run)
-    return [empty_stats(*_norms(root, ffn, gain)) for ffn, gain in zip(ffns, gains, strict=True)]
+    return {
+        ffn.name: empty_stats(*_norms(root, ffn, gain), routed=ffn.expert is not None)
+        for ffn, gain in zip(ffns, gains, strict=True)
+    }
 
 
-def value_rows(value: nn.Module, ffn: Ffn) -> Tensor:
+def weight_of(root: nn.Module, ffn: Ffn) -> Tensor:
+    """The FFN's value matrix as its module holds it; of an expert, its own: a view."""
+    return own(root.get_submodule(ffn.value.name.rpartition(".")[0]), ffn.value, ffn)
+
+
+def value_rows(root: nn.Module, ffn: Ffn) -> Tensor:
     """The values of an FFN as rows, `[slots, hidden]`: a view of its value matrix."""
-    weight: Tensor = value.weight  # type: ignore[assignment]
-    return weight if ffn.value.slot_axis == 0 else weight.T
+    return as_rows(weight_of(root, ffn), ffn)
+
+
+def as_rows(weight: Tensor, ffn: Ffn) -> Tensor:
+    """A value matrix with slots first; and back."""
+    return weight if ffn.value.axis - (ffn.expert is not None) == 0 else weight.T
 
 
 @torch.inference_mode()
 def _norms(root: nn.Module, ffn: Ffn, gain: Tensor | None) -> tuple[Tensor, Tensor]:
     """Length of each slot's value, and product of the lengths of its keys, `[slots]` in float32."""
-    values = value_rows(root.get_submodule(ffn.value.name), ffn).float()
+    values = value_rows(root, ffn).float()
     value_norm = torch.linalg.vector_norm(values if gain is None else values * gain, dim=1)
     key_norm = torch.ones_like(value_norm)
     for key in ffn.keys:
-        weight: Tensor = root.get_submodule(key.name).weight  # type: ignore[assignment]
-        key_norm *= torch.linalg.vector_norm(weight.float(), dim=1 - key.slot_axis)
+        weight = own(root.get_submodule(key.name.rpartition(".")[0]), key, ffn)
+        norms = torch.linalg.vector_norm(weight.float(), dim=1 - (key.axis - (ffn.expert is not None)))
+        rows = norms[key.indices(range(ffn.width), ffn.width)]
+        if key.fused:
+            rows = rows.view(2, -1) if key.spread == "halves" else rows.view(-1, 2).T
+            rows = rows.prod(0)
+        key_norm *= rows
     return value_norm, key_norm
 
 
@@ -95,9 +94,10 @@ def find_gains(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> 
     Found by watching which module within `root` is handed the very tensor that the FFN returned; its weight is what it
     does to a vector of mean 0 and mean square 1, so that "weight" and "1 + weight" need no telling apart.
     """
-    outputs: dict[int, tuple[int, Tensor]] = {}  # the tensors are held, so that no other one gets their address
-    norms: dict[int, nn.Module] = {}
-    modules = {root.get_submodule(ffn.name): index for index, ffn in enumerate(ffns)}
+    alone = [ffn for ffn in ffns if ffn.expert is None]
+    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are held, so that no other one gets their address
+    norms: dict[str, nn.Module] = {}
+    modules = {root.get_submodule(ffn.module): ffn.name for ffn in alone}
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
         outputs[output.data_ptr()] = (modules[module], output)
@@ -114,11 +114,12 @@ def find_gains(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> 
         and not list(module.children())
     ]
     try:
-        run()
+        if alone:
+            run()
     finally:
         for handle in handles:
             handle.remove()
-    return [_gain(norms[index], ffn.hidden) if index in norms else None for index, ffn in enumerate(ffns)]
+    return [_gain(norms[ffn.name], ffn.hidden) if ffn.name in norms else None for ffn in ffns]
 
 
 def _gain(norm: nn.Module, hidden: int) -> Tensor:
@@ -130,14 +131,14 @@ def _gain(norm: nn.Module, hidden: int) -> Tensor:
 
 
 def residual_slope(ffn: nn.Module, run: Callable[[], Tensor]) -> float | None:
-    """How much a layer's output grows with its FFN's: 1 where that is added, None where it is not in proportion.
+    """How much a layer's output grows with its FFN's: 1 where it is added, None where it is not in proportion.
 
     `run` runs the layer. Measured by adding noise, as large as the output, to what the FFN returns.
     """
     plain = run().float()
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(plain.shape, generator=generator).to(plain) * plain.square().mean().sqrt()
-    handle = ffn.register_forward_hook(lambda _module, _args, output: output + noise.to(output))
+    handle = ffn.register_forward_hook(lambda _module, _args, output: output + noise.view(output.shape).to(output))
     try:
         change = run().float() - plain
     finally:

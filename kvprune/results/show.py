@@ -9,10 +9,11 @@ from kvprune.artifacts import RunFolder, budget_words, read_json, read_meta, rea
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
 from kvprune.recipe import dump_recipe
-from kvprune.results.table import budget_table, grid, refit_table, results_table
+from kvprune.results.table import budget_table, grid, refit_table, results_table, width_lines
 from kvprune.schema import Recipe
 from kvprune.staleness import StageState, artifact
 
+QUANTILE_ELEMENTS = 2**24  # as many as torch.quantile takes
 RARE = 1e-3  # a slot is rare when it fires on a smaller share of the tokens
 DEFAULT_THRESHOLD = 2.0
 
@@ -28,10 +29,14 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
         stats, meta = read_stats(run.stats)
         threshold = recipe.plan.threshold or DEFAULT_THRESHOLD
         about["model"] = meta["model"]
-        about["counted"] = {"tokens": int(stats[0].tokens), **meta["run"]}
+        groups = grouped(meta["layout"]["ffns"])
+        about["counted"] = {"tokens": max(int(item.tokens) for item in stats), **meta["run"]}
         about["firing"] = {
             "threshold": threshold,
-            "layers": [firing_summary(item, threshold) for item in stats],
+            "ffns": [
+                {"name": name, **firing_summary([stats[at] for at in members], threshold)}
+                for name, members in groups.items()
+            ],
         }
     if artifact(run, "plan").is_file():
         plan = read_plan(run.plan)
@@ -39,19 +44,20 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
             "budget": plan.budget,
             "before": asdict(plan.before),
             "after": asdict(plan.after),
-            "layers": [
+            "ffns": [
                 {
                     "name": ffn.name,
                     "before": ffn.width_before,
                     "after": ffn.width,
                     "guarded": ffn.guarded,
                     "protected": ffn.protected,
+                    "tokens": ffn.tokens,
                 }
                 for ffn in plan.ffns
             ],
         }
     if recipe.refit.method != "none" and artifact(run, "refit").is_file():
-        about["refit"] = read_meta(run.values)["layers"]
+        about["refit"] = read_meta(run.values)["ffns"]
     if artifact(run, "export").is_file():
         about["checkpoint"] = {"path": str(run.model), "verified": read_json(run.model / "kvprune.json")["verified"]}
     if artifact(run, "evaluate").is_file():
@@ -59,20 +65,34 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
     return about
 
 
-def firing_summary(stats: FfnStats, threshold: float) -> dict[str, float]:
-    """How one FFN's slots fire: share of rare slots, median and 99th percentile of the firing rate, loud keys.
+def grouped(ffns: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Indices of the FFNs that are told of together, by name: all experts of a layer, and each other FFN alone."""
+    groups: dict[str, list[int]] = {}
+    for at, ffn in enumerate(ffns):
+        name = ffn["name"] if ffn["expert"] is None else ffn["name"].rpartition(".")[0]
+        groups.setdefault(name, []).append(at)
+    return groups
+
+
+def firing_summary(stats: list[FfnStats], threshold: float) -> dict[str, float]:
+    """How the slots of an FFN, or of a layer's experts, fire: share of rare slots, median and 99th percentile of rates.
 
     `over_tenth_of_peak` is the share of slots whose contribution is over a tenth of the token's loudest, as mean.
+    `experts` counts them, and `never` those that no token was routed to.
     """
-    if int(stats.tokens) == 0:
+    used = [item for item in stats if int(item.tokens)]
+    if not used and stats[0].gate_total is None:
         raise KvpruneError("nothing is counted in these statistics; run: kvprune calibrate")
-    rates = fire_rate(stats, threshold)
-    peaks = stats.peak_histogram.double()
+    rates = torch.cat([fire_rate(item, threshold) for item in used or stats])
+    peaks = torch.stack([item.peak_histogram.double() for item in stats]).sum(0)
+    experts = sum(item.gate_total is not None for item in stats)
     return {
         "rare": float((rates < RARE).double().mean()),
         "median": float(rates.median()),
-        "p99": float(torch.quantile(rates, 0.99)),
-        "over_tenth_of_peak": float(peaks[1:].sum() / peaks.sum()),
+        "p99": float(torch.quantile(rates[:QUANTILE_ELEMENTS], 0.99)),
+        "over_tenth_of_peak": float(peaks[1:].sum() / peaks.sum().clamp(min=1)),
+        "experts": experts,
+        "never": experts - len(used) if experts else 0,
     }
 
 
@@ -89,13 +109,9 @@ def render(about: dict[str, Any]) -> str:
         parts += ["", _firing_table(about)]
     if "plan" in about:
         plan = about["plan"]
-        layer = plan["layers"][0]
-        requested = budget_words(plan["budget"])
-        guarded = sum(len(item["guarded"]) for item in plan["layers"])
-        parts += [
-            "",
-            f"plan: width {layer['before']} -> {layer['after']} in {len(plan['layers'])} layers; requested {requested}",
-        ]
+        guarded = sum(len(item["guarded"]) for item in plan["ffns"])
+        parts += ["", f"plan: requested {budget_words(plan['budget'])}"]
+        parts += [f"  {line}" for line in width_lines(plan["ffns"])]
         parts += [f"guarded slots (rare giants): {guarded}"] if guarded else []
         parts += [budget_table(plan["before"], plan["after"])]
     if "refit" in about:
@@ -113,9 +129,14 @@ def _firing_table(about: dict[str, Any]) -> str:
         f"firing rate: share of {about['counted']['tokens']:,} tokens on which a slot writes at least "
         f"{firing['threshold']:g} x the rms of its layer"
     )
-    rows = [["layer", "rare (<0.1%)", "median", "p99", "over 1/10 of peak"]]
-    rows += [
-        [str(index), *(f"{layer[key]:.2%}" for key in ("rare", "median", "p99", "over_tenth_of_peak"))]
-        for index, layer in enumerate(firing["layers"])
-    ]
+    rows = [["FFN", "rare (<0.1%)", "median", "p99", "over 1/10 of peak"]]
+    keys = ("rare", "median", "p99", "over_tenth_of_peak")
+    rows += [[_firing_name(item), *(f"{item[key]:.2%}" for key in keys)] for item in firing["ffns"]]
     return f"{head}\n{grid(rows)}"
+
+
+def _firing_name(item: dict[str, Any]) -> str:
+    if not item["experts"]:
+        return str(item["name"])
+    never = f", {item['never']} never routed to" if item["never"] else ""
+    return f"{item['name']} ({item['experts']:.0f} experts{never})"

@@ -28,27 +28,43 @@ def budget_table(before: dict[str, int], after: dict[str, int]) -> str:
     return grid(rows)
 
 
-def refit_table(layers: list[dict[str, Any]]) -> str:
-    """What a refit did: error on held-back tokens before and after, as shares of what the dense FFN writes."""
+def width_lines(ffns: list[dict[str, Any]]) -> list[str]:
+    """Of plain FFN plans (before, after, tokens): one line for each change of width, and one for unused experts."""
+    changes: dict[tuple[int, int], int] = {}
+    for ffn in ffns:
+        change = (ffn["before"], ffn["after"])
+        changes[change] = changes.get(change, 0) + 1
+    lines = [f"width {before} -> {after} in {count} FFNs" for (before, after), count in changes.items()]
+    unused = [ffn["name"] for ffn in ffns if not ffn["tokens"]]
+    more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
+    return lines + ([f"no token was routed to {unused[0]}{more}: their scores say nothing"] if unused else [])
+
+
+def refit_table(ffns: list[dict[str, Any]]) -> str:
+    """What a refit did: error on held-back tokens before and after, as shares of what the dense FFN writes.
+
+    The experts of a layer are one row, with their means.
+    """
     rows = [["refit, on held-back tokens", "error before", "after", "ridge", ""]]
-    rows += [
-        [
-            layer["name"],
-            f"{layer['error_before']:.4f}",
-            f"{layer['error_after']:.4f}",
-            f"{layer['damping']:g}",
-            _remark(layer),
-        ]
-        for layer in layers
-    ]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for ffn in ffns:
+        groups.setdefault(ffn["name"] if ffn["expert"] is None else ffn["name"].rpartition(".")[0], []).append(ffn)
+    for name, members in groups.items():
+        before, after = (sum(ffn[key] for ffn in members) / len(members) for key in ("error_before", "error_after"))
+        damping = sorted({ffn["damping"] for ffn in members})
+        ridge = f"{damping[0]:g}" if len(damping) == 1 else f"{damping[0]:g} to {damping[-1]:g}"
+        rows.append([name, f"{before:.4f}", f"{after:.4f}", ridge, _remark(members)])
     return grid(rows)
 
 
-def _remark(layer: dict[str, Any]) -> str:
-    if not layer["refitted"]:
+def _remark(members: list[dict[str, Any]]) -> str:
+    first = members[0]
+    if first["expert"] is not None:
+        return f"{sum(ffn['refitted'] for ffn in members)} of {len(members)} experts refitted"
+    if not first["refitted"]:
         return "not better: values stay"
-    damped = f"needed more than ridge {layer['ridge']:g}" if layer["damping"] != layer["ridge"] else ""
-    return "; ".join(part for part in (damped, "with bias" if layer["bias"] else "") if part)
+    damped = f"needed more than ridge {first['ridge']:g}" if first["damping"] != first["ridge"] else ""
+    return "; ".join(part for part in (damped, "with bias" if first["bias"] else "") if part)
 
 
 def results_table(results: dict[str, Any]) -> str:

@@ -23,14 +23,17 @@ from kvprune.ffn.checkpoint import (
     Change,
     Checkpoint,
     Cut,
+    Patched,
     Replaced,
     changed_entries,
     find_difference,
-    model_names,
     open_checkpoint,
     write_cut_file,
 )
-from kvprune.ffn.layout import Layout, meta_model
+from kvprune.ffn.fields import meta_model, with_field
+from kvprune.ffn.layout import Layout
+from kvprune.ffn.stored import Kept, make_cuts, stored_pieces, stored_shape
+from kvprune.ffn.watching import as_rows, value_rows
 from kvprune.progress import log, progress
 from kvprune.schema import Recipe
 from kvprune.sources.models import ModelSource, load_config, load_model, load_tokenizer
@@ -61,34 +64,55 @@ Refitted = tuple[dict[str, Tensor], dict[str, Any]]  # values by parameter names
 
 def make_changes(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[str, Change]:
     """What to cut, and the refitted `values` (by parameter names) to put in place of a cut; by name on disk."""
-    changes: dict[str, Change] = {}
-    for ffn, item in zip(dense.layout.ffns, plan.ffns, strict=True):
-        slots = np.array(item.kept, dtype=np.int64)
-        for name, axis in ffn.cuts().items():
-            changes[dense.names[name]] = Cut(axis, slots)
-    for name, tensor in {**values, **added_biases(dense, plan, values)}.items():
-        words = tensor.contiguous().view(WORDS[tensor.element_size()]).numpy().view(f"<u{tensor.element_size()}")
-        if name in dense.names:
-            changes[dense.names[name]] = Replaced(words)
-        else:
-            weight = dense.checkpoint.tensors[dense.names[f"{name.removesuffix('.bias')}.weight"]]
-            changes[f"{weight.name.removesuffix('.weight')}.bias"] = Added(words, weight.dtype, weight.file)
+    kept = [Kept(ffn, item.kept) for ffn, item in zip(dense.layout.ffns, plan.ffns, strict=True)]
+    changes: dict[str, Change] = {**make_cuts(dense.pieces, kept, dense.shapes())}
+    for ffn in dense.layout.ffns:
+        for key, name in ((ffn.value_key, ffn.value.name), (ffn.bias_key, ffn.value_bias)):
+            if key in values and name is not None:
+                _put_change(changes, dense, name, ffn.expert, as_words(values[key]))
+    for name, tensor in added_biases(dense, plan, values).items():
+        weight = dense.entries(f"{name.removesuffix('.bias')}.weight")[0]
+        changes[f"{weight.name.removesuffix('.weight')}.bias"] = Added(as_words(tensor), weight.dtype, weight.file)
     return changes
+
+
+def as_words(tensor: Tensor) -> Any:
+    """A float tensor's elements as unsigned integers of their size."""
+    size = tensor.element_size()
+    return tensor.contiguous().view(WORDS[size]).numpy().view(f"<u{size}")
+
+
+def _put_change(changes: dict[str, Change], dense: Dense, name: str, expert: int | None, words: Any) -> None:
+    """Replace a parameter, or one expert's part of it, where it lies on disk."""
+    pieces = dense.pieces[name]
+    if pieces[0].parts > 1 or pieces[0].shares > 1:
+        raise KvpruneError(f"{dense.source.title}: {name} is stored in parts, and refitted values cannot be written")
+    own = next((piece for piece in pieces if piece.expert == expert), None)
+    if own is not None:
+        changes[own.disk] = Replaced(words)
+        return
+    disk, at = pieces[0].disk, expert or 0
+    change = changes.get(disk)
+    if isinstance(change, Patched):
+        change.items[at] = words
+    elif isinstance(change, Cut):
+        changes[disk] = Patched(change, {at: words})
+    else:  # a bias, which has no slots: all of it stays
+        size = dense.checkpoint.tensors[disk].shape[1]
+        changes[disk] = Patched(Cut(1, np.arange(size)), {at: words})
 
 
 def added_biases(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """All biases of FFNs that had none, by parameter names, where `values` hold one: a config has them all or none."""
     ffns = dense.layout.ffns
-    if not any(f"{ffn.value.name}.bias" in values for ffn in ffns) or all(ffn.value.bias for ffn in ffns):
+    if not any(ffn.bias_key in values for ffn in ffns) or all(ffn.value_bias for ffn in ffns):
         return {}
     kind = dense.stored_dtype()
-    zeros = {
-        f"{matrix.name}.bias": torch.zeros(size, dtype=kind)
+    return {
+        name: values.get(name, torch.zeros(ffn.hidden if name == ffn.bias_key else item.width, dtype=kind))
         for ffn, item in zip(ffns, plan.ffns, strict=True)
-        for matrix, size in [*((key, item.width) for key in ffn.keys), (ffn.value, ffn.hidden)]
-        if not matrix.bias
+        for name in ffn.missing_biases()
     }
-    return {name: values.get(name, zero) for name, zero in zeros.items()}
 
 
 def write_weights(checkpoint: Checkpoint, changes: dict[str, Change], target: Path) -> None:
@@ -162,7 +186,7 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
                 "after": asdict(with_biases(plan.after, added, part)),
             },
             ffns=[asdict(item) for item in plan.ffns],
-            refit=refitted[1]["layers"] if refitted else [],
+            refit=refitted[1]["ffns"] if refitted else [],
             verified=asdict(verified),
             files={item.name: item.stat().st_size for item in sorted(part.iterdir())},
             trust_remote_code=dense.trust_remote_code,
@@ -216,11 +240,14 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
 
 
 def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False) -> None:
-    """Write config.json into `target`: the dense one with another width, and the FFN's biases on if `biased`."""
+    """Write config.json into `target`: the dense one with other widths, and the FFN's biases on if `biased`."""
     config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
-    config[dense.layout.width_field] = plan.ffns[0].width
+    widths = {item.name: item.width for item in plan.ffns}
+    for field in dense.layout.fields:
+        name, multiple = next(iter(field.multiples.items()))
+        config = with_field(config, field.name, widths[name] // multiple)
     if biased and dense.layout.bias_field is not None:
-        config[dense.layout.bias_field] = True
+        config = with_field(config, dense.layout.bias_field, True)
     write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -282,11 +309,10 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str])
     config = load_config(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
     model = meta_model(config, trust_remote_code=dense.trust_remote_code)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    names = model_names(slim, model)
-    wrong = [
-        name for name, disk in names.items() if shapes.get(name, slim.tensors[disk].shape) != slim.tensors[disk].shape
-    ]
-    if wrong or {name: disk for name, disk in names.items() if name not in added} != dense.names:
+    pieces = stored_pieces(slim, model)
+    found = {name: stored_shape(slim, mine) for name, mine in pieces.items()}
+    wrong = [name for name, shape in found.items() if shapes.get(name, shape) != shape]
+    if wrong or {name: mine for name, mine in pieces.items() if name not in added} != dense.pieces:
         raise KvpruneError(f"export: the slim config and weights do not fit each other: {(wrong or ['names'])[0]}")
 
 
@@ -307,29 +333,25 @@ def _masked_logits(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> tuple
     return _logits(model), set(info["unexpected_keys"])
 
 
+@torch.no_grad()
 def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
-    """Make the model compute as if the plan's removed slots were not there, by zeroing their coefficients."""
+    """Make the model compute as if the plan's removed slots were not there: they write nothing."""
     for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
-        value = model.get_submodule(ffn.value.name)
-        mask = torch.zeros(ffn.width, dtype=value.weight.dtype, device=value.weight.device)
-        mask[item.kept] = 1
-        value.register_forward_pre_hook(_masking(mask))
+        removed = torch.ones(ffn.width, dtype=torch.bool)
+        removed[item.kept] = False
+        value_rows(model, ffn)[removed.to(model.device)] = 0
 
 
 @torch.no_grad()
 def put_values(model: Any, layout: Layout, plan: Plan, values: dict[str, Tensor]) -> None:
     """Give the dense model the refitted `values` of its kept slots, in place."""
     for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
-        value = model.get_submodule(ffn.value.name)
-        if (new := values.get(f"{ffn.value.name}.weight")) is not None:
-            kept = torch.tensor(item.kept, device=value.weight.device)
-            value.weight.index_copy_(ffn.value.slot_axis, kept, new.to(value.weight))
-        if (bias := values.get(f"{ffn.value.name}.bias")) is not None:
-            value.bias = nn.Parameter(bias.to(value.weight), requires_grad=False)
-
-
-def _masking(mask: Tensor) -> Any:
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0] * mask, *args[1:])
-
-    return hook
+        rows = value_rows(model, ffn)
+        if (new := values.get(ffn.value_key)) is not None:
+            rows[torch.tensor(item.kept, device=rows.device)] = as_rows(new, ffn).to(rows)
+        if (bias := values.get(ffn.bias_key)) is not None:
+            if ffn.value_bias is not None and ffn.expert is not None:
+                model.get_parameter(ffn.value_bias)[ffn.expert] = bias.to(rows)
+            else:
+                owner = model.get_submodule(ffn.bias_key.rpartition(".")[0])
+                owner.bias = nn.Parameter(bias.to(rows), requires_grad=False)

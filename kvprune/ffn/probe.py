@@ -1,0 +1,193 @@
+"""Trying out on a narrow random model whether the slots of an FFN are separable, and how its fused keys lie.
+
+One row of a key is changed at a time: only one slot's coefficient may change. So a norm or a top-k among coefficients
+is found, and what a class makes of gate and up, without knowing it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvprune.errors import KvpruneError
+from kvprune.ffn.experts import Seen, own
+from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Param, Spread
+from kvprune.ffn.walk import CannotWalkError, Walker, empty_model
+from kvprune.ffn.watching import watched
+
+TOKENS = 16
+RANDOM_ELEMENTS = 2**22  # larger matrices of other parts are zeros, which take no memory
+TOLERANCE = 1e-4  # of the largest output: our run of experts against the class's own
+
+Runner = Callable[[], Any]
+
+
+def probe(
+    config: Any, layers: tuple[str, ...], ffns: list[Ffn], field: Field, width: int, *, trust_remote_code: bool
+) -> list[Ffn]:
+    """Probe one of each kind of `ffns` in the narrow model of `config`, whose `field` has the value `width`.
+
+    Returns them with what was found of how their keys are fused. Raises NotAnFfnError where slots are coupled.
+    """
+    model = empty_model(config, torch.float32, trust_remote_code=trust_remote_code)
+    spreads: dict[Any, Spread] = {}
+    found = []
+    for ffn in ffns:
+        narrow = replace(ffn, width=width * field.multiples[ffn.name])
+        kind = _kind(model, narrow)
+        if kind not in spreads:
+            siblings = [replace(other, width=narrow.width) for other in ffns if other.module == ffn.module]
+            with _running(model, layers, ffn.layer, ffns) as run:
+                spreads[kind] = _probe_one(model, siblings, run)
+        found.append(_with_spread(ffn, spreads[kind]))
+    return found
+
+
+def _with_spread(ffn: Ffn, spread: Spread) -> Ffn:
+    def spread_out(params: tuple[Param, ...]) -> tuple[Param, ...]:
+        return tuple(replace(param, spread=spread) if param.fused else param for param in params)
+
+    return replace(ffn, keys=spread_out(ffn.keys), key_biases=spread_out(ffn.key_biases))
+
+
+def _kind(model: nn.Module, ffn: Ffn) -> Any:
+    """What FFNs of one build have in common: the classes around them, and their shapes."""
+    module = model.get_submodule(ffn.name if ffn.expert is None else ffn.module)
+    layer = model.get_submodule(ffn.layer)
+    parts = [(param.name.removeprefix(f"{ffn.layer}."), param.axis, param.fused) for param in ffn.cuts()]
+    return type(layer), type(module), tuple(parts), ffn.width, ffn.hidden
+
+
+@contextmanager
+def _running(model: Any, layers: tuple[str, ...], layer: str, ffns: list[Ffn]) -> Iterator[Runner]:
+    """A way to run a layer of `model` on random hidden states: alone, or where that cannot be, in the whole model.
+
+    It is filled with random weights for that long.
+    """
+    generator = torch.Generator().manual_seed(0)
+    embedding = model.get_input_embeddings()
+    states = torch.randn(1, TOKENS, embedding.weight.shape[-1], generator=generator)
+    tokens = torch.arange(TOKENS)[None] % embedding.weight.shape[0]
+    embedding.forward = lambda *_args, **_kwargs: states.clone()
+    wanted = {param.name for ffn in ffns for param in ffn.cuts()}
+    before = [(module, {**module._parameters}) for module in model.modules()]
+    try:
+        _fill(model, wanted, generator, lambda name: not name.startswith(layers) or name.startswith(f"{layer}."))
+        try:
+            hidden, calls = Walker(model, layers, model.get_parameter, "cpu").record(tokens)
+            call = calls[layers.index(layer)]
+            yield lambda: call.run(model.get_submodule(layer), hidden.clone())
+        except (CannotWalkError, ValueError):
+            _fill(model, wanted, generator, lambda _: True)
+            yield lambda: model.base_model(input_ids=tokens, use_cache=False)
+    finally:
+        del embedding.forward
+        for module, parameters in before:
+            module._parameters = parameters
+
+
+def _fill(model: nn.Module, wanted: set[str], generator: torch.Generator, mine: Callable[[str], bool]) -> None:
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{path}.{key}"
+            if parameter is not None and parameter.is_meta and mine(name):
+                filled = _random(parameter, generator, name in wanted)
+                module._parameters[key] = nn.Parameter(filled, requires_grad=False)
+
+
+def _random(parameter: Tensor, generator: torch.Generator, wanted: bool) -> Tensor:
+    if parameter.ndim < 2:
+        return 1 + 0.1 * torch.randn(parameter.shape, generator=generator)
+    if parameter.numel() > RANDOM_ELEMENTS and not wanted:
+        return torch.zeros(()).expand(parameter.shape)
+    scale: float = parameter.shape[-1] ** 0.5
+    return torch.randn(parameter.shape, generator=generator) / scale
+
+
+@torch.no_grad()
+def _probe_one(model: nn.Module, siblings: list[Ffn], run: Runner) -> Spread:
+    """Change each row of the keys of one FFN, or of the busiest of a layer's experts; how a fused key turns out."""
+    seen = _coefficients(model, siblings, run)
+    if not seen:
+        raise NotAnFfnError(f"{siblings[0].name}: its value matrix is not called as one")
+    if siblings[0].expert is not None:
+        _check_experts(model, siblings, run)
+    name = max(seen, key=lambda name: len(seen[name]))
+    ffn, base = next(item for item in siblings if item.name == name), seen[name]
+    if base.shape[-1] != ffn.width:
+        raise NotAnFfnError(
+            f"{name}: {base.shape[-1]} coefficients reach its value matrix, and its width is {ffn.width}"
+        )
+    patterns = []
+    for key in ffn.keys:
+        weight = own(model.get_submodule(key.name.rpartition(".")[0]), key, ffn)
+        axis = key.axis - (ffn.expert is not None)
+        moved = []
+        for row in range(weight.shape[axis]):
+            kept = weight.select(axis, row).clone()
+            weight.select(axis, row).mul_(1.5)
+            after = _coefficients(model, siblings, run)[name]
+            weight.select(axis, row).copy_(kept)
+            moved.append(_moved(ffn, model, row, base, after))
+        patterns.append(_spread(ffn, key, moved))
+    return patterns[0]
+
+
+def _moved(ffn: Ffn, model: nn.Module, row: int, base: Tensor, after: Tensor) -> int:
+    slots = ((after - base).abs().amax(0) > 0).nonzero().flatten().tolist() if after.shape == base.shape else []
+    if len(slots) != 1:
+        kind = type(model.get_submodule(ffn.name if ffn.expert is None else ffn.module)).__name__
+        raise NotAnFfnError(
+            f"{ffn.name}: {kind} couples its slots: changing row {row} of a key changes the coefficients of "
+            f"{len(slots)} slots ({', '.join(map(str, slots[:4]))}, …); removing slots would change the others"
+        )
+    return int(slots[0])
+
+
+def _spread(ffn: Ffn, key: Param, moved: list[int]) -> Spread:
+    for spread in ("halves", "interleaved") if key.fused else ("whole",):
+        at = replace(key, spread=spread).indices(range(ffn.width), ffn.width)
+        slots = [*range(ffn.width)] * 2 if spread == "halves" else [slot for slot in range(ffn.width) for _ in range(2)]
+        if all(moved[row] == slot for row, slot in zip(at, slots if key.fused else range(ffn.width), strict=True)):
+            return spread
+    raise NotAnFfnError(f"{ffn.name}: the rows of {key.name} are those of slots {moved}: an order that is not known")
+
+
+def _coefficients(model: nn.Module, ffns: list[Ffn], run: Runner) -> dict[str, Tensor]:
+    """Coefficients `[tokens, slots]` of each FFN that any tokens reach."""
+    seen: dict[str, Tensor] = {}
+
+    def see(ffn: Ffn, shown: Seen) -> None:
+        if ffn.name not in seen:  # a module may be called in several layers
+            seen[ffn.name] = shown.h.clone()
+
+    try:
+        with watched(model, ffns, see):
+            run()
+    except (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError, KvpruneError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise NotAnFfnError(f"{ffns[0].name}: cannot be run to be probed: {text or type(error).__name__}") from None
+    return seen
+
+
+def _check_experts(model: nn.Module, ffns: list[Ffn], run: Runner) -> None:
+    """Experts that are watched must make what the class itself makes of the same input."""
+    module = model.get_submodule(ffns[0].module)
+    calls: list[tuple[Any, Any, Tensor]] = []
+
+    def keep(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        calls.append((args, kwargs, output.clone()))
+
+    handle = module.register_forward_hook(keep, with_kwargs=True)
+    try:
+        run()
+    finally:
+        handle.remove()
+    args, kwargs, expected = calls[0]
+    with watched(model, ffns, lambda *_: None):
+        got = module(*args, **kwargs)
+    if not torch.allclose(got, expected, atol=TOLERANCE * float(expected.abs().max())):
+        raise NotAnFfnError(f"{ffns[0].module}: {type(module).__name__} does more with its experts than can be watched")
