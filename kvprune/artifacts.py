@@ -49,6 +49,10 @@ class RunFolder:
         return self.path / "self_samples.json"
 
     @property
+    def sensitivity(self) -> Path:
+        return self.path / "sensitivity.json"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 
@@ -118,6 +122,23 @@ class Plan:
     before: Size
     after: Size
     ffns: list[FfnPlan]
+    layers: list[dict[str, int]]  # of each decoder layer, the fields of the config that set widths in it
+    validated: dict[str, float] = field(default_factory=dict)  # losses of this allocation and of a uniform one
+
+    def differing(self) -> list[str]:
+        """The fields whose value is not the same in all layers that have it."""
+        names = dict.fromkeys(name for fields in self.layers for name in fields)
+        return [name for name in names if len({fields[name] for fields in self.layers if name in fields}) > 1]
+
+    @property
+    def loads(self) -> str:
+        """Where the checkpoint will load."""
+        if not self.differing():
+            return "loads with stock transformers, and wherever the dense model does: each config field has one value"
+        return (
+            f"{', '.join(self.differing())} differs by layer: loads with transformers 5.15 or newer and "
+            "trust_remote_code=True only; vLLM, llama.cpp and other engines build all layers alike and refuse it"
+        )
 
 
 def write_plan(path: Path, plan: Plan) -> None:
@@ -135,6 +156,8 @@ def read_plan(path: Path) -> Plan:
             before=Size(**data["before"]),
             after=Size(**data["after"]),
             ffns=[FfnPlan(**item) for item in data["ffns"]],
+            layers=data["layers"],
+            validated=data["validated"],
         )
     except (KeyError, TypeError) as error:
         raise KvpruneError(f"{path}: not a plan ({error}); make it again with: kvprune plan {path.parent}") from None

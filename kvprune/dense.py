@@ -29,6 +29,11 @@ class Dense:
     pieces: Pieces
     trust_remote_code: bool
 
+    @property
+    def text_config(self) -> Any:
+        """The config of the language model: of a multimodal one, its part."""
+        return self.config.get_text_config(decoder=True)
+
     def run_dtype(self, dtype: str, device: str) -> str:
         """The type that the model is run in, for the recipe's `dtype`: auto is the stored one.
 
@@ -54,7 +59,7 @@ class Dense:
             trust_remote_code=self.trust_remote_code,
         )
         generator = torch.Generator().manual_seed(0)
-        check_calls(walker, torch.randint(0, self.config.vocab_size, (1, length), generator=generator))
+        check_calls(walker, torch.randint(0, self.text_config.vocab_size, (1, length), generator=generator))
         return walker
 
     def slim_walker(self, setup: Setup, kept: list[list[int]]) -> Walker:

@@ -54,6 +54,10 @@ def prepare(
     cache = Path(options.hidden_cache) if options.hidden_cache is not None else None
     setup = Setup(device, getattr(torch, dtype), options.batch_size, ranks, cache)
     try:
+        if stage == "plan":
+            raise CannotWalkError("losses are measured at its end")
+        if stage == "calibrate" and "gradient" in recipe.calibrate.collect:
+            raise CannotWalkError("gradients pass through all of it")
         walker = dense.walker(setup, recipe.calibrate.sequence_length)
     except CannotWalkError as error:
         walker = None

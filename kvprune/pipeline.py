@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from kvprune.artifacts import (
     RunFolder,
     digest,
     locked,
-    provenance,
     read_json,
     read_meta,
     read_plan,
@@ -24,26 +24,26 @@ from kvprune.artifacts import (
 )
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
-from kvprune.ffn.checkpoint import open_checkpoint
+from kvprune.ffn.allocate import units_of
 from kvprune.ffn.state import find_shelf
 from kvprune.ffn.stats import read_stats
 from kvprune.ffn.walk import Setup
 from kvprune.options import DEFAULT, Options, prepare
 from kvprune.progress import log
 from kvprune.ranks import ALONE, Ranks, joined, launched
-from kvprune.recipe import dump_recipe, load_recipe, stage_recipe
+from kvprune.recipe import dump_recipe, load_recipe
 from kvprune.results.show import describe
 from kvprune.results.table import refit_table
 from kvprune.schema import Recipe
-from kvprune.sources.models import fingerprint, load_model, load_tokenizer
+from kvprune.sources.models import load_tokenizer
 from kvprune.sources.samples import self_samples
-from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import check_text, self_share, sequences, token_digest
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.stages import export as exporting
 from kvprune.stages import plan as planning
 from kvprune.stages import refit as refitting
+from kvprune.stages import sensitivity as sensing
 from kvprune.staleness import STAGES, stage_states
 
 
@@ -60,7 +60,7 @@ def run(
     dense = _open(recipe, place, options, walks=("calibrate", "refit"))
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
-        _plan(recipe, place, dense)
+        _plan(recipe, place, dense, options)
         if reports := _refit(recipe, place, dense, options, ALONE)["ffns"]:
             log.info("%s", refit_table(reports))
         _export(recipe, place, dense)
@@ -90,9 +90,9 @@ def plan(
     _need(place, recipe, "plan")
     dense = _open(recipe, place, options)
     if dry_run:
-        return _make_plan(recipe, place, dense)
+        return _make_plan(recipe, place, dense, options, keep=False)
     with locked(place):
-        return _plan(recipe, place, dense)
+        return _plan(recipe, place, dense, options)
 
 
 def refit(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, 
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
     dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
-    most, length = getattr(dense.config, "max_position_embeddings", None), recipe.calibrate.sequence_length
-    if most is not None and length > most:
+    most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
+    if most is not None and 0 < most < length:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
     widths = planning.choose_widths(recipe.plan, dense)
     before, after = (
@@ -261,7 +261,7 @@ def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, option
         samples = self_samples(
             lambda: _load(dense, recipe, options),
             tokenizer,
-            vocabulary=dense.config.vocab_size,
+            vocabulary=dense.text_config.vocab_size,
             count=count,
             length=section.sequence_length,
             seed=section.seed,
@@ -269,7 +269,7 @@ def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, option
             file=place.samples,
         )
     tokens = sequences(section, tokenizer, samples)
-    _check_tokens(tokens, dense.config)
+    _check_tokens(tokens, dense.text_config)
     return tokens
 
 
@@ -289,15 +289,31 @@ def _load(dense: Dense, recipe: Recipe, options: Options) -> Any:
     return dense.load(recipe.dtype, device)
 
 
-def _make_plan(recipe: Recipe, place: RunFolder, dense: Dense) -> Plan:
+def _make_plan(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, *, keep: bool) -> Plan:
+    """Decide; for allocation sensitivity with the model. `keep` what is measured, for the next plan."""
     stats, _ = read_stats(place.stats)
-    return planning.make_plan(recipe, dense, stats, digest(place.stats))
+    stats_digest = digest(place.stats)
+    if recipe.plan.allocation != "sensitivity":
+        return planning.make_plan(recipe, dense, stats, stats_digest)
+    section, layout = recipe.plan, dense.layout
+    setup, _ = prepare(recipe, dense, options, ALONE, "plan")
+    tokens = _tokens(recipe, place, dense, setup, options)
+    model = _load(dense, recipe, options)
+    units = units_of(layout, planning.field_steps(section, layout), {})
+    scores = planning.slot_scores(section, layout, stats)
+    about = sensing.describe(recipe, stats_digest)
+    curves = sensing.measure(model, units, scores, tokens, place.sensitivity if keep else None, about)
+    chosen = planning.make_plan(recipe, dense, stats, stats_digest, curves)
+    other = recipe.model_copy(update={"plan": section.model_copy(update={"allocation": "uniform"})})
+    uniform = planning.make_plan(other, dense, stats, stats_digest)
+    uniform = replace(uniform, provenance=chosen.provenance)
+    return sensing.better(model, chosen, uniform, tokens, layout.ffns)
 
 
-def _plan(recipe: Recipe, place: RunFolder, dense: Dense) -> Plan:
+def _plan(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> Plan:
     if _current(place, recipe, "plan"):
         return read_plan(place.plan)
-    made = _make_plan(recipe, place, dense)
+    made = _make_plan(recipe, place, dense, options, keep=True)
     _save_recipe(place, recipe)
     write_plan(place.plan, made)
     return made
@@ -342,41 +358,11 @@ def _export(recipe: Recipe, place: RunFolder, dense: Dense) -> None:
 def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> dict[str, Any]:
     if _current(place, recipe, "evaluate"):
         return dict(read_json(place.results))
-    manager = evaluating.task_manager(recipe.evaluate)
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
+    manager = evaluating.task_manager(recipe.evaluate)
     judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
-    checkpoint = {
-        "checkpoint": digest(place.model / "kvprune.json"),
-        "weights": fingerprint(str(place.model), None),
-    }
-    tasks: dict[str, Any] = {}
-    # One model at a time while judging; both only for the speeds, which are measured in turn.
-    model = _load(dense, recipe, options)
-    device = str(model.device)
-    tasks["dense"] = evaluating.judge_dense(judge, model, recipe.model, dense.source.fingerprint, place.eval)
-    del model
-    dtype = dense.run_dtype(recipe.dtype, device)
-    slim, _ = load_model(place.model, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-    tasks["slim"] = evaluating.judge_slim(judge, slim, checkpoint, place.eval)
-    speeds = evaluating.prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.config)
-    budget = read_json(place.model / "kvprune.json")["budget"]
-    inputs = {**checkpoint, "tasks": task_fingerprint(recipe.evaluate)}
-    sizes = {
-        "dense": (budget["before"]["total_params"], dense.checkpoint),
-        "slim": (budget["after"]["total_params"], open_checkpoint(place.model)),
-    }
-    results = {
-        "provenance": provenance("results", stage_recipe(recipe, "evaluate"), inputs),
-        "model": {"title": dense.source.title, "note": dense.source.note},
-    } | {
-        name: {
-            "params": params,
-            "bytes": weights.bytes,
-            "tasks": tasks[name],
-            "prefill_tokens_per_second": speeds[name],
-        }
-        for name, (params, weights) in sizes.items()
-    }
+    trust = options.trust_remote_code or exporting.is_own_code(place, dense)
+    results = evaluating.evaluate(recipe, dense, judge, place, options.own_device(), trust_remote_code=trust)
     _save_recipe(place, recipe)
     write_json(place.results, results)
     return results

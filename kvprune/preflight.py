@@ -88,9 +88,14 @@ def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool)
     matrices = width**2 * (8 + 5 * solving if stage == "refit" else 4 + 3 * solving) + 2 * width * hidden * solving
     counted = STATS_BYTES_PER_SLOT * (sum(ffn.width for ffn in layout.ffns) if whole else reached)
     sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
+    length = section.sequence_length
+    graph = length * (
+        len(layout.layers) * (4 * width + 16 * hidden) * size + 12 * dense.text_config.vocab_size
+    )
+    gradients = graph if whole and "gradient" in section.collect else 0  # of one sequence, with its logits
     return Need(
         weights=weights * size * (1 if whole else runs),
-        batch=min(setup.batch_size, sequences) * section.sequence_length * (4 * width + 8 * hidden) * size,
+        batch=max(gradients, min(setup.batch_size, sequences) * length * (4 * width + 8 * hidden) * size),
         sums=(counted if stage == "calibrate" else 0) + gram * matrices,
         grams=gram * (8 if stage == "refit" else 4) * width**2,
         hidden=0 if whole else runs * sequences * section.sequence_length * hidden * size,

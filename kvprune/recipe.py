@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvprune.errors import KvpruneError
-from kvprune.schema import GRAM_SCORES, SCORE_OPTIONS, Budget, Recipe
+from kvprune.schema import COLLECTED, SCORE_OPTIONS, Budget, Recipe
 
 
 class _Loader(yaml.SafeLoader):
@@ -158,7 +158,7 @@ def _complete(recipe: Recipe) -> Recipe:
         values["guard"] = plan.score == "fire_rate"  # energy scores see a giant by themselves
     calibrate, evaluate = recipe.calibrate, recipe.evaluate
     text = [item.model_copy(update={"source": _absolute(item.source)}) for item in calibrate.text]
-    collect = ["counts", "gram"] if plan.score in GRAM_SCORES else calibrate.collect
+    collect = ["counts", COLLECTED[plan.score]] if plan.score in COLLECTED else calibrate.collect
     target = recipe.refit.target or ("residual" if recipe.refit.method == "sequential" else None)
     return recipe.model_copy(
         update={

@@ -10,10 +10,13 @@ from kvprune.sizes import BYTE_UNITS, UNITS, parse_size
 SECTION = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 Score = Literal[
-    "wanda", "fire_rate", "contribution", "fluctuation", "activation_norm", "reconstruction", "greedy", "weight_norm",
-    "random",
+    "wanda", "fire_rate", "contribution", "fluctuation", "activation_norm", "reconstruction", "greedy", "taylor",
+    "weight_norm", "random",
 ]  # fmt: skip
-GRAM_SCORES = ("reconstruction", "greedy")
+# What a score reads beside counts.
+COLLECTED = {"reconstruction": "gram", "greedy": "gram", "taylor": "gradient"}
+# Scores that mean the same in every layer.
+COMPARABLE = ("taylor", "contribution", "fire_rate")
 
 
 def _quantity(units: dict[str, int]) -> BeforeValidator:
@@ -46,13 +49,13 @@ class Calibrate(BaseModel):
     sequence_length: Annotated[int, Field(ge=2)] = 512
     skip_first: Annotated[int, Field(ge=0)] = 1
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    collect: list[Literal["counts", "gram"]] = ["counts"]
+    collect: list[Literal["counts", "gram", "gradient"]] = ["counts"]
 
     @field_validator("collect")
     @classmethod
     def _with_counts(cls, collect: list[str]) -> list[str]:
-        if collect not in (["counts"], ["counts", "gram"]):
-            raise ValueError("should be [counts] or [counts, gram]")
+        if collect not in (["counts"], ["counts", "gram"], ["counts", "gradient"]):
+            raise ValueError("should be [counts], [counts, gram] or [counts, gradient]")
         return collect
 
     @field_validator("sequence_length")
@@ -116,7 +119,7 @@ class PlanSection(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     guard: bool | None = None
     budget: Budget = Budget(keep=0.8)
-    allocation: Literal["uniform"] = "uniform"
+    allocation: Literal["uniform", "global", "sensitivity"] = "uniform"
     round_to: Annotated[int, Field(ge=1)] | Literal["gguf", "vllm", "moe"] = 128
     floor: Annotated[int, Field(ge=1)] = 1
     protect: dict[Annotated[int, Field(ge=0), BeforeValidator(_layer)], list[Annotated[int, Field(ge=0)]]] = {}
@@ -133,6 +136,17 @@ class PlanSection(BaseModel):
         score = info.data.get("score", reader)
         if value is not None and score != reader:
             raise ValueError(f"is read by score {reader} only, and the score is {score}: remove it")
+        return value
+
+    @field_validator("allocation")
+    @classmethod
+    def _of_comparable_scores(cls, value: str, info: ValidationInfo) -> str:
+        score = info.data.get("score")
+        if value == "global" and score not in COMPARABLE:
+            raise ValueError(
+                f"global cuts through scores that mean the same in every layer ({', '.join(COMPARABLE)}), and the "
+                f"score is {score}: choose one of these, or allocation sensitivity"
+            )
         return value
 
     @field_validator("threshold")
@@ -200,11 +214,13 @@ class Recipe(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _gram_for_its_scores(self) -> Self:
+    def _collected_for_its_score(self) -> Self:
         collect, score = self.calibrate.collect, self.plan.score
-        if "collect" in self.calibrate.model_fields_set and "gram" not in collect and score in GRAM_SCORES:
+        wanted = COLLECTED.get(score, "counts")
+        if "collect" in self.calibrate.model_fields_set and wanted not in collect:
+            reads = {"gram": "Gram matrices", "gradient": "gradients"}[wanted]
             raise ValueError(
-                f"plan.score: {score} reads Gram matrices, and calibrate.collect is [{', '.join(collect)}]: "
-                "calibrate with calibrate.collect=[counts, gram]"
+                f"plan.score: {score} reads {reads}, and calibrate.collect is [{', '.join(collect)}]: "
+                f"calibrate with calibrate.collect=[counts, {wanted}]"
             )
         return self

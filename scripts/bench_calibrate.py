@@ -60,7 +60,7 @@ def bench_counting(dense: Dense, tokens: int, batch_size: int, rounds: int) -> N
         for batch in batches:
             model.base_model(input_ids=batch, use_cache=False)
 
-    with make_counters(dense.layout.width, model.dtype, model.device) as counters:
+    with make_counters(model.device) as counters:
 
         def counting() -> None:
             for batch in batches:

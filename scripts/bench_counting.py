@@ -82,12 +82,13 @@ def count_all(stats: FfnStats, a: Tensor, scratch: Scratch) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dense = open_dense(BUILTIN)
-    width, ffn = dense.layout.width, dense.layout.ffns[10]
+    ffn = dense.layout.ffns[10]
+    width = ffn.width
     walker = dense.walker(Setup("cpu", torch.bfloat16, 1), TOKENS)
     hidden, calls = walker.record(torch.randint(0, 40000, (1, TOKENS), generator=torch.Generator().manual_seed(0)))
     with walker.filled(10) as layer:
         seen: list[Tensor] = []
-        module = walker.model.get_submodule(ffn.value.name)
+        module = walker.model.get_submodule(ffn.module)
         handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
         calls[10].run(layer, hidden)
         handle.remove()

@@ -9,6 +9,7 @@ the same. What is done is kept in the folder and not done again.
 """
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -22,7 +23,7 @@ from kvprune.artifacts import RunFolder, read_plan, read_tensors, write_json
 from kvprune.dense import Dense, open_dense
 from kvprune.recipe import make_recipe
 from kvprune.results.table import grid
-from kvprune.schema import GRAM_SCORES
+from kvprune.schema import COLLECTED
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.stages.export import mask_slots, put_values
 
@@ -63,6 +64,7 @@ def main() -> None:
         default=["none", "oneshot", "sequential"],
         help="as none, oneshot, or sequential,target=output,ridge=auto",
     )
+    parser.add_argument("--allocations", nargs="+", default=["uniform"], choices=["uniform", "global", "sensitivity"])
     arguments = parser.parse_args()
     if not os.environ.get("KVPRUNE_DATA"):
         raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2 and LAMBADA")
@@ -82,43 +84,47 @@ def main() -> None:
         return found
 
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    rows = [["text", "tokens", "keep", "score", "refit", *tests, "seconds"]]
-    rows.append(["(dense)", *[""] * 4, *_cells(result("dense", lambda: judge(dense, None, False, tests)))])
+    rows = [["text", "tokens", "keep", "score", "refit", "allocation", *tests, "seconds"]]
+    rows.append(["(dense)", *[""] * 5, *_cells(result("dense", lambda: judge(dense, None, False, tests)))])
     wikitext = str(data / "wikitext2.valid.txt")
     sources: dict[str, Any] = {"wikitext": wikitext, "self": "self", "half": [wikitext, "self"]}
-    for text in arguments.texts:
-        for tokens in arguments.tokens:
-            place = arguments.runs / f"{text}-{tokens}"
-            recipe = make_recipe(
-                {
-                    "model": BUILTIN,
-                    "calibrate": {
-                        "text": sources[text],
-                        "tokens": tokens,
-                        "sequence_length": 512,
-                        "collect": ["counts", "gram"] if set(arguments.scores) & set(GRAM_SCORES) else ["counts"],
-                    },
-                    "plan": {"round_to": 1},
-                }
-            )
-            for keep in arguments.keep:
-                for score in arguments.scores:
-                    for refit in arguments.refits:
+    cells = itertools.product(
+        arguments.texts,
+        arguments.tokens,
+        arguments.keep,
+        arguments.scores,
+        arguments.refits,
+        arguments.allocations,
+    )
+    for text, tokens, keep, score, refit, allocation in cells:
+        collected = COLLECTED.get(score.partition(",")[0])
+        place = arguments.runs / "-".join([text, str(tokens), *([collected] if collected else [])])
+        recipe = make_recipe(
+            {
+                "model": BUILTIN,
+                "calibrate": {
+                    "text": sources[text],
+                    "tokens": tokens,
+                    "sequence_length": 512,
+                    "collect": ["counts", *([collected] if collected else [])],
+                },
+                "plan": {"round_to": 1},
+            }
+        )
+        overrides = [f"plan.budget.keep={keep}", *_options("plan.score", score), f"plan.allocation={allocation}"]
 
-                        def make(
-                            recipe: Any = recipe,
-                            place: Path = place,
-                            keep: float = keep,
-                            score: str = score,
-                            refit: str = refit,
-                        ) -> list[float]:
-                            kvprune.calibrate(recipe, place)
-                            kvprune.plan(place, overrides=[f"plan.budget.keep={keep}", *_options("plan.score", score)])
-                            kvprune.refit(place, overrides=_options("refit.method", refit))
-                            return judge(dense, RunFolder(place), refit != "none", tests)
+        def make(
+            recipe: Any = recipe, place: Path = place, overrides: list[str] = overrides, refit: str = refit
+        ) -> list[float]:
+            kvprune.calibrate(recipe, place)
+            kvprune.plan(place, overrides=overrides)
+            kvprune.refit(place, overrides=_options("refit.method", refit))
+            return judge(dense, RunFolder(place), refit != "none", tests)
 
-                        name = f"{text} {tokens} {keep} {score} {refit}"
-                        rows.append([*name.split(" "), *_cells(result(name, make))])
+        found = result(
+            " ".join(map(str, (text, tokens, keep, score, refit, allocation))).removesuffix(" uniform"), make
+        )
+        rows.append([text, str(tokens), str(keep), score, refit, allocation, *_cells(found)])
     print(grid(rows))
 
 

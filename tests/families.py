@@ -133,6 +133,7 @@ KINDS: dict[str, Values] = {
     "recurrent_gemma": merged(COMMON, num_hidden_layers=3, lru_width=32, intermediate_size=96),
     "bamba": merged(GROUPED, MAMBA2, attn_layer_indices=[1]),
     "falcon_h1": merged(COMMON, MAMBA2, mamba_d_ssm=64, mlp_multipliers=[0.5, 2.0]),
+    # The cache of its heads fits no smaller hidden size than 128.
     "xlstm": merged(SMALL, hidden_size=128, num_heads=4, ffn_proj_factor=0.375, ffn_round_up_to_multiple_of=8),
     "zamba": merged(SMALL, LINEAR_HYBRID, MAMBA, num_key_value_heads=4),
     "cpmant": merged(SMALL, dim_head=8, dim_ff=48),
@@ -215,7 +216,7 @@ KINDS: dict[str, Values] = {
     "lfm2_moe": merged(MIXED, EXPERTS, CONV_FULL, num_dense_layers=1),
     "zaya": merged(MIXED, EXPERTS, num_experts_per_tok=1, router_hidden_size=12),
     # Its experts are as wide as its dense layers.
-    "jamba": merged(GROUPED, MAMBA, mamba_dt_rank=4, num_experts=4, attn_layer_period=2, attn_layer_offset=1),
+    "jamba": merged(MIXED, MAMBA, mamba_dt_rank=4, num_experts=4, attn_layer_period=2, attn_layer_offset=1),
     "laguna": merged(MIXED, EXPERTS, SHARED, DENSE_SPARSE, num_attention_heads_per_layer=[4, 4]),
     "qwen3_moe": merged(MIXED, LOCAL, intermediate_size=48, moe_intermediate_size=16, mlp_only_layers=[0]),
     **alike(merged(MIXED, EXPERTS, SHARED, mlp_only_layers=[0]), "qwen2_moe", "flint"),
@@ -300,7 +301,7 @@ VARIANTS: dict[str, tuple[str, Values]] = {
         merged(GEMMA4, layer_types=["full_attention"] * 2, num_kv_shared_layers=1, use_double_wide_mlp=True),
     ),
     "gemma4-experts": ("gemma4_text", GEMMA4_MIXED),
-    "doge-experts": ("doge", merged(COMMON, is_moe=True, num_experts=16, num_experts_per_tok=2)),
+    "doge-experts": ("doge", merged(MIXED, is_moe=True, num_experts=16, num_experts_per_tok=2)),
     "granitemoehybrid-dense": (
         "granitemoehybrid",
         merged(COMMON, MAMBA2, LINEAR_FULL, shared_intermediate_size=48, num_local_experts=0),

@@ -29,6 +29,7 @@ from kvprune.cli import main
 from kvprune.recipe import load_recipe
 from kvprune.staleness import stage_states
 from tests.conftest import COMMON, recipe_data, save_model, tiny_config, tiny_model, words
+from tests.families import family_config
 
 Case = Callable[[Path], dict[str, Any]]  # prepares a folder; returns what to change in the recipe
 
@@ -88,6 +89,12 @@ def of_type(kind: str, **values: Any) -> Case:
         return {}
 
     return prepare
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    """Experts that keep 12 of 16 slots, and in two-byte types a multiple of 8 is needed."""
+    tiny_model(family_config("mixtral"), torch.bfloat16).save_pretrained(folder / "dense")
+    return {}
 
 
 def no_tokenizer(folder: Path) -> dict[str, Any]:
@@ -165,11 +172,14 @@ CASES: dict[str, tuple[Case, str]] = {
         broken_config, "config.json does not load",
     ),
     "unknown model type": (lambda folder: edit_config(folder, model_type="llamma"), "config.json does not load"),
-    "model without FFN": (of_type("mamba"), "no FFN of a supported shape"),
-    "encoder-only model": (of_type("bert"), "no FFN of a supported shape"),
+    "model without FFN": (of_type("mamba"), "of MambaMixer is no linear map"),
+    "encoder-only model": (of_type("deberta-v2"), "not a causal language model"),
     "encoder-decoder model": (of_type("t5"), "not a causal language model"),
-    "mixture of experts": (of_type("mixtral", num_local_experts=4), "no FFN of a supported shape"),
-    "multimodal model": (lambda folder: edit_config(folder, model_type="gemma3"), "nested text model"),
+    "FFN of a fixed width": (of_type("bloom"), "no field of config.json sets the width of an FFN"),
+    "coupled slots": (of_type("bitnet"), "BitNetMLP couples its slots"),
+    "experts of a width without kernels": (mixture, "plan.round_to: experts' width 12 is no multiple of 8"),
+    "weights of another model": (of_type("phi3"), "no weight file holds model.layers.0.mlp.gate_up_proj.weight"),
+    "multimodal model": (lambda folder: edit_config(folder, model_type="llava"), "not a causal language model"),
     "tokenizer missing": (no_tokenizer, "its tokenizer does not load"),
     "tokenizer of another vocabulary": (small_vocabulary, "do not belong together"),
     "NaN in weights": (nan_in_weights, "model.layers.1.mlp: slot 7 has NaN"),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvprune.ffn.counting import CHUNK_ELEMENTS, count, make_counters
+from kvprune.ffn.counting import CHUNK_ELEMENTS, Part, count, make_counters
+from kvprune.ffn.find import find_layout
 from kvprune.ffn.forwards import count_batch, empty
-from kvprune.ffn.layout import find_layout
 from kvprune.ffn.stats import (
     ADDED,
     BINS,
@@ -39,9 +39,9 @@ def coefficients(sequences: int = 6, tokens: int = 30, seed: int = 0, dtype: tor
     return a.to(dtype)
 
 
-def counted(a: Tensor, skip: int = 1, **kwargs: object) -> FfnStats:
+def counted(a: Tensor, skip: int = 1) -> FfnStats:
     stats = empty_stats(*norms())
-    count(stats, a, skip, **kwargs)  # type: ignore[arg-type]
+    count(stats, [Part(sequence, skip) for sequence in a])
     return stats
 
 
@@ -120,10 +120,10 @@ def test_the_batch_size_and_the_threads_change_no_bit(batch: int, threads: int) 
         whole = counted(a)
         torch.set_num_threads(threads)
         split = empty_stats(*norms())
-        with make_counters(SLOTS, a.dtype, a.device) as counters:
+        with make_counters(a.device) as counters:
             assert counters.threads == threads
             for part in torch.split(a, batch):
-                count(split, part, 1, counters)
+                count(split, [Part(sequence, 1) for sequence in part], counters)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(former)
@@ -175,17 +175,18 @@ def test_the_hook_sees_the_coefficient_of_the_formula_in_a_gated_model() -> None
     inputs: list[Tensor] = []
     mlp = model.model.layers[1].mlp
     mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    stats = empty(model, layout)
-    count_batch(model, layout, stats, tokens, 0)
+    found = empty(model, layout)
+    count_batch(model, layout, found, tokens, 0)
+    stats = found[layout.ffns[1].name]
     x = inputs[-1].double()
     gate = x @ mlp.gate_proj.weight.double().T + mlp.gate_proj.bias.double()
     up = x @ mlp.up_proj.weight.double().T + mlp.up_proj.bias.double()
     a = gate * torch.sigmoid(gate) * up
-    assert torch.allclose(stats[1].total, a.sum((0, 1)), rtol=1e-4, atol=1e-5)
-    assert torch.allclose(stats[1].total_square, a.square().sum((0, 1)), rtol=1e-4)
-    assert torch.allclose(stats[1].value_norm, mlp.down_proj.weight.norm(dim=0))
+    assert torch.allclose(stats.total, a.sum((0, 1)), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(stats.total_square, a.square().sum((0, 1)), rtol=1e-4)
+    assert torch.allclose(stats.value_norm, mlp.down_proj.weight.norm(dim=0))
     key_norm = mlp.gate_proj.weight.norm(dim=1) * mlp.up_proj.weight.norm(dim=1)
-    assert torch.allclose(stats[1].key_norm, key_norm)
+    assert torch.allclose(stats.key_norm, key_norm)
 
 
 def test_the_hook_sees_the_coefficient_of_the_formula_in_gpt2() -> None:
@@ -194,19 +195,23 @@ def test_the_hook_sees_the_coefficient_of_the_formula_in_gpt2() -> None:
     inputs: list[Tensor] = []
     mlp = model.transformer.h[0].mlp
     mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    stats = empty(model, layout)
-    count_batch(model, layout, stats, torch.randint(0, 256, (2, 10)), 0)
+    found = empty(model, layout)
+    count_batch(model, layout, found, torch.randint(0, 256, (2, 10)), 0)
+    stats = found[layout.ffns[0].name]
     x = inputs[-1].double() @ mlp.c_fc.weight.double() + mlp.c_fc.bias.double()
     a = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    assert torch.allclose(stats[0].total, a.sum((0, 1)), rtol=1e-4, atol=1e-5)
-    assert torch.allclose(stats[0].value_norm, mlp.c_proj.weight.norm(dim=1))
+    assert torch.allclose(stats.total, a.sum((0, 1)), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(stats.value_norm, mlp.c_proj.weight.norm(dim=1))
 
 
 @pytest.mark.parametrize(("shape", "gain"), [("gemma2", "1+w"), ("gemma3", "1+w"), ("olmo2", "w"), ("llama", "none")])
 def test_the_weight_of_a_norm_after_the_ffn_is_folded_into_the_value(shape: str, gain: str) -> None:
     config = tiny_config(shape, num_hidden_layers=7)
     model = tiny_model(config)
-    for layer, stats in zip(model.model.layers, empty(model, find_layout(config)), strict=True):
+    layout = find_layout(config)
+    found = empty(model, layout)
+    for layer, ffn in zip(model.model.layers, layout.ffns, strict=True):
+        stats = found[ffn.name]
         values = layer.mlp.down_proj.weight
         if gain != "none":
             weight = layer.post_feedforward_layernorm.weight
@@ -224,7 +229,8 @@ def test_a_models_counts_do_not_depend_on_the_batch_size(shape: str, batch: int)
     count_batch(model, layout, whole, tokens, 1)
     for part in torch.split(tokens, batch):
         count_batch(model, layout, split, part, 1)
-    for left, right in zip(whole, split, strict=True):
+    assert list(whole) == list(split) == [ffn.name for ffn in layout.ffns]
+    for left, right in zip(whole.values(), split.values(), strict=True):
         assert torch.equal(left.histogram, right.histogram)
         assert torch.equal(left.peak_histogram, right.peak_histogram)
         assert torch.allclose(left.total_square, right.total_square, rtol=1e-9)

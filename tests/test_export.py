@@ -18,7 +18,7 @@ import kvprune
 from kvprune.artifacts import RunFolder
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import INDEX, Change, Cut, find_difference, open_checkpoint, write_cut_file
-from kvprune.ffn.layout import find_layout
+from kvprune.ffn.find import find_layout
 from kvprune.recipe import make_recipe
 from kvprune.stages.export import mask_slots
 from tests.conftest import SHAPES, recipe_data, save_model, tiny_config, tiny_model, words
@@ -176,9 +176,9 @@ def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
     plan = kvprune.plan(run.path)
     layout = find_layout(tiny_config("llama"))
     cuts: dict[str, Change] = {
-        name: Cut(axis, np.array(item.kept))
+        param.name: Cut(param.axis, np.array(item.kept))
         for ffn, item in zip(layout.ffns, plan.ffns, strict=True)
-        for name, axis in ffn.cuts().items()
+        for param in ffn.cuts()
     }
     assert find_difference(checkpoint, cuts, slim) is None
     entry = slim.tensors["model.layers.1.mlp.down_proj.weight"]

@@ -204,8 +204,8 @@ def test_show_tells_what_a_run_is(recipe: Path, tmp_path: Path) -> None:
     kvprune.calibrate(recipe, run)
     about = kvprune.show(run)
     assert [stage["status"] for stage in about["stages"]] == ["current", "missing", "current", "missing", "missing"]
-    assert len(about["firing"]["layers"]) == 2
-    assert all(0 <= layer["rare"] <= 1 for layer in about["firing"]["layers"])
+    assert [ffn["name"] for ffn in about["firing"]["ffns"]] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert all(0 <= ffn["rare"] <= 1 and not ffn["experts"] for ffn in about["firing"]["ffns"])
     kvprune.run(recipe, run)
     page = render(kvprune.show(run))
     for part in ("calibrate  current", "width 48 -> 36", "FFN slots", "75.00%", "prefill tokens/s", "median", "p99"):

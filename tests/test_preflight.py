@@ -36,9 +36,9 @@ def test_a_run_tells_what_it_found_and_what_it_needs(
     with caplog.at_level(logging.INFO, "kvprune"):
         kvprune.calibrate(recipe, tmp_path / "run")
     text = caplog.text
-    assert "2 gated FFNs of width 48" in text
+    assert "2 gated FFNs of width 48 (intermediate_size)" in text
     assert "parameters: 9,216 in FFNs, 22,944 outside" in text
-    assert "budget keep 0.75, round_to 4: width 48 -> 36" in text
+    assert "budget keep 0.75, round_to 4: intermediate_size 48 -> 36" in text
     assert re.search(r"  parameters 32,160 -> 29,856 \(92\.8 %\)", text)
     assert re.search(r"memory on cpu: about .* GiB", text)
     assert re.search(r"disk: .* needed, .* free", text)
@@ -51,12 +51,12 @@ def test_a_budget_that_removes_nothing_is_told(
     monkeypatch.setattr(logging.getLogger("kvprune"), "propagate", True)
     plan = recipe.plan.model_copy(update={"round_to": 48})
     kvprune.calibrate(recipe.model_copy(update={"plan": plan}), tmp_path / "run")
-    assert "the budget removes nothing with round_to 48; lower round_to" in caplog.text
+    assert "the budget removes nothing of intermediate_size 48 with round_to 48; lower round_to" in caplog.text
 
 
 def check(recipe: Recipe, dense: Dense, batch_size: int, *, whole: bool = False, limit: int | None = None) -> bool:
     setup = Setup("cpu", torch.float32, batch_size)
-    return preflight.check_memory(recipe, dense, setup, stage="calibrate", whole=whole, limit=limit, tell=False)
+    return preflight.check_memory(recipe, dense, setup, stage="calibrate", whole=whole, limit=limit, tell=False)[0]
 
 
 def test_weights_beyond_memory_are_refused(recipe: Recipe, dense: Dense, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def assert_refitted_alike(run: Path, other: Path) -> None:
     assert len(found) == LAYERS
     for name, tensor in found.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-4 * float(expected[name].abs().max())), name
-    reports = [read_meta(RunFolder(place).values)["layers"] for place in (run, other)]
+    reports = [read_meta(RunFolder(place).values)["ffns"] for place in (run, other)]
     for mine, theirs in zip(*reports, strict=True):
         assert mine.pop("error_before") == pytest.approx(theirs.pop("error_before"), rel=1e-3)
         for error in ("error_after", "error_tried"):
@@ -231,7 +231,7 @@ def test_a_refit_by_two_processes_is_that_of_one(base: Path) -> None:
     done = torchrun(2, "-m", "kvprune", *command, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
-    assert len(json.loads(done.stdout)["layers"]) == LAYERS
+    assert len(json.loads(done.stdout)["ffns"]) == LAYERS
     assert_refitted_alike(base / "oneshot-ranks", run)
 
 

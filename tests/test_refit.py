@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvprune
 from kvprune.artifacts import RunFolder, read_plan, read_tensors
-from kvprune.ffn.layout import Ffn, find_layout
+from kvprune.ffn import fitting
+from kvprune.ffn.find import find_layout
+from kvprune.ffn.fitting import token_weights
+from kvprune.ffn.layout import Ffn
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.results.table import refit_table
 from kvprune.sources.texts import sequences
-from kvprune.stages import refit as refitting
 from tests.conftest import COMMON, SHAPES, recipe_data, tiny_config, tiny_model, tiny_tokenizer, words
 
 SKIP = 2  # tokens of a sequence that are not counted by calibrate; a refit reads them all
@@ -39,7 +41,7 @@ def save(
         config = tiny_config(shape, **{"n_layer" if SHAPES[shape][0] == "gpt2" else "num_hidden_layers": layers})
     model = tiny_model(config, dtype)
     for ffn in find_layout(config).ffns:
-        model.get_submodule(ffn.value.name).weight.data *= loud
+        model.get_parameter(ffn.value.name).data *= loud
     model.save_pretrained(folder, **saving)
     tiny_tokenizer().save_pretrained(folder)
     return folder
@@ -66,9 +68,9 @@ def refitted(dense: Path, run: Path, **refit: Any) -> RunFolder:
 
 
 def found(run: RunFolder) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """What a refit wrote: tensors by name, and what it says of each layer."""
+    """What a refit wrote: tensors by name, and what it says of each FFN."""
     tensors, about = read_tensors(run.values)
-    return tensors, about["layers"]
+    return tensors, about["ffns"]
 
 
 class Hand:
@@ -84,12 +86,13 @@ class Hand:
     def slim(self, values: dict[str, Tensor] | None = None) -> Any:
         """The slim model, made of slices of the dense one and the `values`."""
         config = AutoConfig.from_pretrained(self.folder)
-        setattr(config, self.layout.width_field, self.plan.ffns[0].width)
+        (field,) = self.layout.fields
+        setattr(config, field.name, self.plan.ffns[0].width)
         model = AutoModelForCausalLM.from_config(config, dtype=self.dense.dtype).eval()
         weights = dict(self.dense.state_dict())
         for ffn, item in zip(self.layout.ffns, self.plan.ffns, strict=True):
-            for name, axis in ffn.cuts().items():
-                weights[name] = weights[name].index_select(axis, torch.tensor(item.kept))
+            for param in ffn.cuts():
+                weights[param.name] = weights[param.name].index_select(param.axis, torch.tensor(item.kept))
         model.load_state_dict(weights | (values or {}))
         return model
 
@@ -113,11 +116,11 @@ class Hand:
 
     def values(self, index: int) -> Tensor:
         """All values of a layer, float64 `[slots, hidden]`."""
-        return as_rows(self.layout.ffns[index], self.dense.get_submodule(self.layout.ffns[index].value.name).weight)
+        return as_rows(self.layout.ffns[index], self.dense.get_parameter(self.layout.ffns[index].value.name))
 
 
 def as_rows(ffn: Ffn, weight: Tensor) -> Tensor:
-    return (weight if ffn.value.slot_axis == 0 else weight.T).detach().double()
+    return (weight if ffn.value.axis == 0 else weight.T).detach().double()
 
 
 def tokens_of(states: Tensor) -> Tensor:
@@ -183,9 +186,9 @@ def test_oneshot_is_its_formula_on_the_dense_model(shape: str, dtype: torch.dtyp
     hand, (tensors, layers) = Hand(run), found(run)
     assert [(layer["refitted"], layer["target"]) for layer in layers] == [(True, "removed")] * 2
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
-        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
+        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.module)[0]), hand.values(at), removed(ffn, item.kept)
         h = h * importance(hand.states(hand.dense, at))
-        new = tensors.pop(f"{ffn.value.name}.weight")
+        new = tensors.pop(ffn.value.name)
         assert new.dtype == dtype
         expected = solution(h[:, item.kept], h[:, gone] @ w[gone], w[item.kept], 0.5)
         assert agrees(as_rows(ffn, new), expected, dtype)
@@ -217,21 +220,20 @@ def test_sequential_is_solved_on_what_the_slim_layers_below_give(
     below, lost = dict[str, Tensor](), 0
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
         slim, scale = hand.slim(below), 0.3 if shape == "granite" else 1
-        h, written = map(tokens_of, hand.watch(slim, ffn.value.name))
+        h, written = map(tokens_of, hand.watch(slim, ffn.module))
         after = hand.states(hand.dense, at)
         if target == "input":
             goal = tokens_of(hand.dense.get_submodule(ffn.name)(hand.watch(slim, ffn.name)[0]).detach())
             lacking, after = goal - written, hand.states(slim, at) + scale * (goal - written)
         elif target == "output":
-            lacking = tokens_of(hand.watch(hand.dense, ffn.value.name)[1]) - written
+            lacking = tokens_of(hand.watch(hand.dense, ffn.module)[1]) - written
         else:
             lacking = (after - hand.states(slim, at)) / scale
         weight = importance(after, None if target == "input" else hand.states(slim, at))
         lost += int(weight.eq(0).sum())
         expected = solution(h * weight, lacking * weight, hand.values(at)[item.kept], 0.5)
-        name = f"{ffn.value.name}.weight"
-        assert agrees(as_rows(ffn, tensors[name]), expected, torch.float32)
-        below[name] = tensors[name]
+        assert agrees(as_rows(ffn, tensors[ffn.value.name]), expected, torch.float32)
+        below[ffn.value.name] = tensors[ffn.value.name]
     assert set(below) == set(tensors)
     assert (lost > 0) == (loud > 1)
 
@@ -243,7 +245,7 @@ def test_what_runs_in_a_lower_type_loses_no_digits_of_what_is_stored(method: str
     tensors, hand = found(run)[0], Hand(run)
     assert tensors
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
-        new, old = tensors.get(f"{ffn.value.name}.weight"), hand.values(at)[item.kept]
+        new, old = tensors.get(ffn.value.name), hand.values(at)[item.kept]
         assert new is None or float((new - old).abs().max()) < 1e-4 * float(old.abs().max())
         assert float((old.bfloat16() - old).abs().max()) > 1e-3 * float(old.abs().max())
 
@@ -253,16 +255,16 @@ def test_a_bias_that_is_there_is_refitted_with_the_values(tmp_path: Path) -> Non
     (tensors, layers), hand = found(run), Hand(run)
     assert [layer["bias"] for layer in layers] == [True, True]
     for at, (ffn, item) in enumerate(zip(hand.layout.ffns, hand.plan.ffns, strict=True)):
-        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.value.name)[0]), hand.values(at), removed(ffn, item.kept)
+        h, w, gone = tokens_of(hand.watch(hand.dense, ffn.module)[0]), hand.values(at), removed(ffn, item.kept)
         weight = importance(hand.states(hand.dense, at))
         share = weight.square() / weight.square().sum()
         mine, lacking = h[:, item.kept], h[:, gone] @ w[gone]
         mean, missed = (share * mine).sum(0), (share * lacking).sum(0)
         new = solution(weight * (mine - mean), weight * (lacking - missed), w[item.kept], 0.5)
-        old = hand.dense.get_submodule(ffn.value.name).bias.detach().double()
-        assert agrees(as_rows(ffn, tensors[f"{ffn.value.name}.weight"]), new, torch.float32)
+        old = hand.dense.get_parameter(ffn.value_bias).detach().double()
+        assert agrees(as_rows(ffn, tensors[ffn.value.name]), new, torch.float32)
         expected = old + missed - mean @ (new - w[item.kept])
-        assert agrees(tensors[f"{ffn.value.name}.bias"], expected, torch.float32)
+        assert agrees(tensors[ffn.bias_key], expected, torch.float32)
         assert not agrees(old, expected, torch.float32)
 
 
@@ -273,9 +275,9 @@ def test_a_token_counts_by_the_size_of_its_state_unless_the_slim_run_lost_it() -
     slim[1, 3] *= 0.1  # far, and yet on its way
     expected = importance(after.flatten(0, 1), slim.flatten(0, 1)).view(2, 5)
     assert expected.eq(0).nonzero().tolist() == [[0, 1]]
-    assert torch.allclose(refitting.token_weights(after, slim), expected)
-    assert bool(refitting.token_weights(after).gt(0).all())
-    assert bool(refitting.token_weights(0 * after).isfinite().all())
+    assert torch.allclose(token_weights(after, slim), expected)
+    assert bool(token_weights(after).gt(0).all())
+    assert bool(token_weights(0 * after).isfinite().all())
 
 
 @BOTH
@@ -286,7 +288,7 @@ def test_the_errors_told_are_those_on_held_back_tokens(method: str, tmp_path: Pa
     w, gone = hand.values(0), removed(ffn, kept)
     held = (torch.arange(len(hand.tokens)) % 8 == 1).repeat_interleave(LENGTH)
     weight = importance(hand.states(hand.dense, 0), hand.states(hand.slim(), 0) if method == "sequential" else None)
-    coefficients, written = (weight * tokens_of(part) for part in hand.watch(hand.dense, ffn.value.name))
+    coefficients, written = (weight * tokens_of(part) for part in hand.watch(hand.dense, ffn.module))
     h, others = coefficients[held], coefficients[~held]
     new = solution(others[:, kept], others[:, gone] @ w[gone], w[kept], 0.5)
     energy = float(written[held].square().sum())
@@ -348,7 +350,7 @@ def test_auto_takes_the_ridge_with_the_least_error_on_held_back_tokens(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = (0.0001, 0.0003, 0.001, 0.003, 5.0, 10000.0)  # the search begins in the middle
-    monkeypatch.setattr(refitting, "RIDGES", tried)
+    monkeypatch.setattr(fitting, "RIDGES", tried)
     run = planned(save(tmp_path / "dense", layers=1), tmp_path / "run", tokens=256, bias="none")
     by_ridge = {}
     for ridge in ("auto", *tried):

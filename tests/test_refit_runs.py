@@ -84,7 +84,7 @@ def test_a_ceiling_is_met_with_biases_too(unit: str, room: int, tmp_path: Path) 
     for ceiling, biased in ((base, False), (base + room - 1, False), (base + room, True)):
         kvprune.plan(run.path, overrides=[f"plan.budget.{unit}={ceiling}"])
         assert read_plan(run.plan).after == size
-        assert (True in [layer["bias"] for layer in kvprune.refit(run.path)["layers"]]) == biased
+        assert (True in [layer["bias"] for layer in kvprune.refit(run.path)["ffns"]]) == biased
         kvprune.export(run.path)
         model = loaded(run.model)
         assert model.config.mlp_bias == biased
@@ -204,7 +204,7 @@ def test_another_ridge_makes_refit_and_export_stale_by_name(done: RunFolder) -> 
 
 def test_without_a_refit_the_export_has_plain_slices_and_with_one_again_its_values(done: RunFolder) -> None:
     values, before, plain = found(done)[0], weights(done), Hand(done).slim().state_dict()
-    assert kvprune.refit(done.path, overrides=["refit.method=none"])["layers"] == []
+    assert kvprune.refit(done.path, overrides=["refit.method=none"])["ffns"] == []
     assert reasons(done) == {"export": "the refitted values are others than it was made from"}
     kvprune.export(done.path)
     assert weights(done).keys() == plain.keys()

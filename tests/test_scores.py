@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn import scores
-from kvprune.ffn.counting import count
+from kvprune.ffn.counting import Part, count
 from kvprune.ffn.gram import add_tokens, elimination, empty_gram, mirror
 from kvprune.ffn.scores import GUARD_FACTOR, GUARD_SHARE, SCORES, giants
 from kvprune.ffn.stats import FfnStats, empty_stats
@@ -37,7 +37,7 @@ def coefficients(sequences: int = 5, tokens: int = 40, slots: int = SLOTS) -> Te
 
 def counted(a: Tensor, skip: int = SKIP) -> FfnStats:
     stats = empty_stats(*norms(a.shape[-1]))
-    count(stats, a, skip)
+    count(stats, [Part(sequence, skip) for sequence in a])
     return stats
 
 

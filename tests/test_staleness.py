@@ -101,7 +101,7 @@ def test_a_run_is_shown_where_its_model_is_not(recipe: Path, tmp_path: Path) -> 
     (tmp_path / "dense").rename(tmp_path / "elsewhere")
     about = kvprune.show(tmp_path / "run")
     assert about["stages"][0]["status"] == "stale"
-    assert about["firing"]["layers"]
+    assert about["firing"]["ffns"]
 
 
 def test_the_dense_model_is_judged_once_for_all_runs(

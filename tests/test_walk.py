@@ -266,9 +266,9 @@ def test_an_odd_model_in_its_ordinary_state_is_walked(tmp_path: Path) -> None:
 def test_a_parameter_that_is_stored_in_another_form_is_named(tmp_path: Path) -> None:
     dense = open_dense(str(save_model(tmp_path / "dense")))
     for name in ("model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight"):
-        names = {key: disk for key, disk in dense.names.items() if key != name}
+        pieces = {key: held for key, held in dense.pieces.items() if key != name}
         with pytest.raises(CannotWalkError, match=f"^its weight files do not hold {name} as one tensor$"):
-            replace(dense, names=names).walker(Setup("cpu", torch.float32, BATCH), LENGTH)
+            replace(dense, pieces=pieces).walker(Setup("cpu", torch.float32, BATCH), LENGTH)
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
@@ -277,13 +277,13 @@ def test_gram_scores_are_those_of_the_models_coefficients(shape: str, tmp_path: 
     counted(tmp_path / "dense", tmp_path / "run", walk=True, collect=GRAM)
     model = dense.load("auto", "cpu")
     for ffn, stats in zip(dense.layout.ffns, read_stats(tmp_path / "run/stats.safetensors")[0], strict=True):
-        value, sums = model.get_submodule(ffn.value.name), empty_gram(ffn.width, 0)
+        sums = empty_gram(ffn.width, 0)
         seen: list[Tensor] = []
-        value.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        model.get_submodule(ffn.module).register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         with torch.inference_mode():
             model.base_model(input_ids=tokens(), use_cache=False)
             add_tokens(sums, seen[0][:, 2:].flatten(0, 1))
-            cost, turn = elimination(mirror(sums), value_rows(value, ffn))
+            cost, turn = elimination(mirror(sums), value_rows(model, ffn))
         assert stats.removal_cost is not None and stats.removal_turn is not None
         assert torch.allclose(stats.removal_cost, cost, rtol=1e-3)
         assert stats.removal_turn.sort().values.tolist() == list(range(ffn.width))

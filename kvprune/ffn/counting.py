@@ -79,7 +79,7 @@ def make_counters(device: torch.device) -> Iterator[Counters]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one sequence shows of an FFN: coefficients `[tokens, slots]`; of the first `skip` only the maximum counts."""
+    """What one sequence shows of an FFN: coefficients `[tokens, slots]`; of the first `skip`, the maximum only."""
 
     h: Tensor
     skip: int

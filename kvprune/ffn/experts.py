@@ -20,6 +20,7 @@ class Seen:
 
     h: Tensor  # [tokens, slots], coefficients
     y: Tensor  # [tokens, hidden], what it writes, before the router weighs it
+    source: Tensor  # what `h` is a view of, or itself: gradients pass through it
     tokens: Tensor | None = None  # int64 [tokens], their places in the batch; None: all are there
     gates: Tensor | None = None  # [tokens], the router's weights
 
@@ -44,7 +45,7 @@ def run_experts(module: nn.Module, ffns: Sequence[Ffn], see: See, args: tuple[An
             continue
         gates = weights[tokens, place]
         h, y = _run_one(module, ffn, hidden[tokens])
-        see(ffn, Seen(h, y, tokens, gates))
+        see(ffn, Seen(h, y, h, tokens, gates))
         out.index_add_(0, tokens, (y * gates[:, None]).to(out.dtype))
     return out
 
@@ -57,7 +58,7 @@ def _run_on_all(module: nn.Module, ffns: Sequence[Ffn], see: See, hidden: Tensor
         h, y = _run_one(module, ffn, x)
         tokens = x.any(dim=1).nonzero().flatten()
         if len(tokens):
-            see(ffn, Seen(h[tokens], y[tokens], tokens))
+            see(ffn, Seen(h[tokens], y[tokens], h, tokens))
         outputs.append(y)
     return torch.cat(outputs)
 

@@ -7,6 +7,7 @@ another width, and nothing else has changed.
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Shape, assemble
 
 PROBE_WIDTHS = (8, 64)  # the second where the first is the width already, or a class refuses it
-MOST_MULTIPLE = 16  # shared experts and fused keys are so many times as wide as their field at most
+MULTIPLES = (Fraction(1, 2), *range(1, 17))  # how wide shared experts and fused keys are, relative to their field
 
 
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -58,6 +59,9 @@ def with_field(config: Any, name: str, value: Any) -> Any:
     clone = copy.deepcopy(config)
     *parents, last = name.split(".")
     owner = get_field(clone, ".".join(parents)) if parents else clone
+    held = owner.get(last) if isinstance(owner, dict) else getattr(owner, last)
+    if isinstance(held, list):  # one for each layer, all alike
+        value = [value] * len(held)
     if isinstance(owner, dict):
         owner[last] = value
     else:
@@ -73,7 +77,7 @@ def candidates(config: Any, model: nn.Module) -> Iterator[tuple[str, int | None]
     sizes = {size for parameter in model.parameters() if parameter.ndim > 1 for size in parameter.shape}
     prefix = text_prefix(config)
     for name, value in _numbers(config.get_text_config(decoder=True).to_dict()):
-        if value is None or any(value * multiple in sizes for multiple in range(1, MOST_MULTIPLE + 1)):
+        if value is None or any(value * multiple in sizes for multiple in MULTIPLES):
             yield prefix + name, value
 
 
@@ -81,6 +85,8 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
     for name, value in values.items():
         if (type(value) is int and value > 1) or (value is None and ("inner" in name or "ffn" in name)):
             yield prefix + name, value
+        elif isinstance(value, list) and len(set(map(str, value))) == 1 and type(value[0]) is int and value[0] > 1:
+            yield prefix + name, value[0]
         elif isinstance(value, dict) and not prefix:
             yield from _numbers(value, f"{name}.")
 
@@ -91,7 +97,7 @@ class Trial:
 
     name: str
     value: int  # the model's own; of None, what it stands for
-    changed: dict[str, tuple[int, int]]
+    changed: dict[str, tuple[int, Fraction]]
     narrow: Any  # the config with another value
     width: int  # that value
 
@@ -123,34 +129,34 @@ def shapes_of(model: nn.Module) -> dict[str, Shape]:
 
 def _changed(
     before: dict[str, Shape], after: dict[str, Shape], value: int | None, probe: int
-) -> tuple[int, dict[str, tuple[int, int]]]:
+) -> tuple[int, dict[str, tuple[int, Fraction]]]:
     """The field's value, and what has another shape with the field at `probe`: the axis and its multiple of the field.
 
     Raises NotAnFfnError where something else than one axis in proportion has changed.
     """
     if before.keys() != after.keys():
         raise NotAnFfnError("other parameters are there with another value")
-    changed: dict[str, tuple[int, int]] = {}
-    values = {value} if value is not None else set()
+    changed: dict[str, tuple[int, Fraction]] = {}
+    values = {Fraction(value)} if value is not None else set()
     for name, old in before.items():
         new = after[name]
         axes = [at for at in range(len(old)) if len(new) == len(old) and old[at] != new[at]]
         if old == new:
             continue
-        if len(axes) != 1 or new[axes[0]] % probe or old[axes[0]] % (multiple := new[axes[0]] // probe):
+        if len(axes) != 1:
             raise NotAnFfnError(f"{name} {list(old)} does not change in proportion")
-        changed[name] = (axes[0], multiple)
-        values.add(old[axes[0]] // multiple)
+        changed[name] = (axes[0], Fraction(new[axes[0]], probe))
+        values.add(old[axes[0]] / changed[name][1])
     if not changed:
         raise NotAnFfnError("nothing changes with it")
-    if len(values) > 1:
+    if len(values) > 1 or next(iter(values)).denominator > 1:
         raise NotAnFfnError(f"widths do not change in proportion to it ({', '.join(map(str, sorted(values)))})")
-    return values.pop(), changed
+    return int(values.pop()), changed
 
 
 def bias_switch(config: Any, model: nn.Module, ffns: tuple[Ffn, ...], *, trust_remote_code: bool) -> str | None:
     """The config field that is off and would give all FFNs biases and nothing else (Llama's mlp_bias)."""
-    missing = {name for ffn in ffns for name in ffn.missing_biases()}
+    missing = {name for ffn in ffns for name in ffn.missing_biases(ffn.width)}
     if not missing or any(ffn.expert is not None or ffn.value_bias for ffn in ffns):
         return None
     expected = shapes_of(model).keys() | missing

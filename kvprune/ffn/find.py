@@ -56,15 +56,12 @@ def _refusal(model: nn.Module, config: Any, layers: tuple[str, ...], refused: li
 
 
 def _decoder_layers(model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Paths of the decoder layers: the module list of `num_hidden_layers` items with the most parameters."""
+    """Paths of the decoder layers: the module list of `num_hidden_layers` items with the most parameters, or of any."""
     count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
+    every = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in every.items() if len(module) == count} or every
     if not lists:
-        raise KvpruneError(f"model type {config.model_type}: no list of {count} decoder layers found")
+        raise KvpruneError(f"model type {config.model_type}: no list of decoder layers found")
     path = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
     return tuple(f"{path}.{index}" for index in range(len(lists[path])))
 

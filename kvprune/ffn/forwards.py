@@ -4,12 +4,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprune.ffn.counting import Counters, count_seen
+from kvprune.ffn.counting import Counters, count_seen, counted_rows
 from kvprune.ffn.experts import Seen
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats
@@ -34,6 +35,40 @@ def count_batch(
 
     with watched(model, layout.ffns, see):
         model.base_model(input_ids=batch.to(model.device), use_cache=False)
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def add_gradients(model: Any, layout: Layout, stats: Mapping[str, FfnStats], batch: Tensor, skip_first: int) -> None:
+    """Add (a dL/da)^2 of the counted tokens of `batch` `[sequences, tokens]` to every FFN's `gradient`.
+
+    L is the loss of a sequence, summed over its tokens; sequences run one by one, so that no batch size matters.
+    Weights have no gradients: they start at the embeddings.
+    """
+
+    def see(ffn: Ffn, seen: Seen) -> None:
+        source = seen.source.detach()
+
+        def add(gradient: Tensor) -> None:
+            effect = (source.double() * gradient.double()).flatten(0, -2)
+            if len(effect) != len(seen.h) and seen.tokens is not None:  # every expert has seen all tokens
+                effect = effect[seen.tokens]
+            total = stats[ffn.name].gradient
+            assert total is not None
+            more = counted_rows(replace(seen, h=effect), batch.shape[1], skip_first).square().sum(0)
+            stats[ffn.name].gradient = total + more
+
+        if seen.source.requires_grad:
+            seen.source.register_hook(add)  # type: ignore[no-untyped-call]
+
+    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+    try:
+        with watched(model, layout.ffns, see):
+            for sequence in batch.to(model.device):
+                logits = model(input_ids=sequence[None], use_cache=False).logits[0, :-1]
+                torch.nn.functional.cross_entropy(logits.float(), sequence[1:], reduction="sum").backward()  # type: ignore[no-untyped-call]
+    finally:
+        handle.remove()
 
 
 def empty(model: Any, layout: Layout) -> dict[str, FfnStats]:

@@ -11,6 +11,7 @@ The only file that knows how architectures build FFNs. It knows shapes, not name
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -84,14 +85,14 @@ class Ffn:
             return self.value_bias or f"{self.value.name.removesuffix('.weight')}.bias"
         return f"{self.value_bias}[{self.expert}]"
 
-    def missing_biases(self) -> dict[str, str]:
-        """Names of the biases that its matrices could have and do not, each with the name of its weight."""
+    def missing_biases(self, width: int) -> dict[str, int]:
+        """Names of the biases that its matrices could have and do not, with their elements at this width."""
         if self.expert is not None:
             return {}
-        weights = [key.name for key in self.keys] + [self.value.name]
+        sizes = {key.name: width * (2 if key.fused else 1) for key in self.keys} | {self.value.name: self.hidden}
         there = {bias.name for bias in self.key_biases} | {self.value_bias}
-        names = {f"{weight.removesuffix('.weight')}.bias": weight for weight in weights}
-        return {bias: weight for bias, weight in names.items() if bias not in there}
+        names = {f"{weight.removesuffix('.weight')}.bias": size for weight, size in sizes.items()}
+        return {bias: size for bias, size in names.items() if bias not in there}
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,18 @@ class Field:
 
     name: str  # with dots where it is nested
     value: int
-    multiples: dict[str, int]  # by FFN names
+    multiples: dict[str, Fraction]  # by FFN names
 
     @property
     def words(self) -> str:
         return f"{self.name} {self.value:,}"
+
+    def width(self, ffn: Ffn, value: int) -> int:
+        """Slots of `ffn` with the field at `value`. Raises ValueError where it cannot be that."""
+        width = value * self.multiples[ffn.name]
+        if width.denominator != 1:
+            raise ValueError(f"{self.name} {value} gives {ffn.name} no whole number of slots")
+        return width.numerator
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ class _Role:
     name: str
     kind: Literal["key", "value", "bias"]
     axis: int
-    multiple: int
+    multiple: Fraction
     shape: Shape
 
     @property
@@ -149,7 +157,7 @@ class _Role:
         return self.name.rpartition(".")[0]
 
 
-def assemble(model: nn.Module, changed: Mapping[str, tuple[int, int]], value: int) -> list[tuple[Ffn, int]]:
+def assemble(model: nn.Module, changed: Mapping[str, tuple[int, Fraction]], value: int) -> list[tuple[Ffn, Fraction]]:
     """The FFNs that the parameters `changed` (name to axis and multiple of the field's `value`) are of, with multiples.
 
     Fused keys are taken for halves until a probe knows better. Raises NotAnFfnError where they are not those of FFNs.
@@ -157,15 +165,16 @@ def assemble(model: nn.Module, changed: Mapping[str, tuple[int, int]], value: in
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     roles = [_role(model, name, axis, multiple, shapes[name]) for name, (axis, multiple) in changed.items()]
     keys = {role.name: role for role in roles if role.kind == "key"}
-    biases = {role.owner: role for role in roles if role.kind == "bias"}
+    biases = [role for role in roles if role.kind == "bias"]
     values = [role for role in roles if role.kind == "value"]
-    found: list[tuple[Ffn, int]] = []
+    found: list[tuple[Ffn, Fraction]] = []
     used: set[str] = set()
     for role in values:
         mine = _keys_of(role, keys)
-        own = [biases[owner] for owner in dict.fromkeys(key.owner for key in mine) if owner in biases]
-        bias = _value_bias(model, role)
-        found += [(ffn, role.multiple) for ffn in _experts(_one(role, mine, own, bias, value), role)]
+        scope = _scope(role, mine)
+        own = [item for item in biases if item.name.startswith(f"{scope}.")]  # or what scales slots one by one
+        ffn = _one(role, mine, own, _value_bias(model, role), value, scope)
+        found += [(each, role.multiple) for each in _experts(ffn, role)]
         if taken := used & {key.name for key in mine}:
             raise NotAnFfnError(f"{sorted(taken)[0]} belongs to more than one value matrix")
         used |= {key.name for key in mine} | {item.name for item in own}
@@ -176,7 +185,7 @@ def assemble(model: nn.Module, changed: Mapping[str, tuple[int, int]], value: in
     return found
 
 
-def _role(model: nn.Module, name: str, axis: int, multiple: int, shape: Shape) -> _Role:
+def _role(model: nn.Module, name: str, axis: int, multiple: Fraction, shape: Shape) -> _Role:
     owner = model.get_submodule(name.rpartition(".")[0])
     experts = [item for item in owner.parameters(recurse=False) if item.ndim == 3]
     if len(shape) == 1 or (len(shape) == 2 and experts):
@@ -222,23 +231,28 @@ def _keys_of(value: _Role, keys: Mapping[str, _Role]) -> list[_Role]:
     return mine
 
 
+def _scope(value: _Role, keys: list[_Role]) -> str:
+    """The path of the smallest module around a value matrix and its keys."""
+    scope = value.owner
+    while not all(key.name.startswith(f"{scope}.") for key in keys):
+        scope = scope.rpartition(".")[0]
+    return scope
+
+
 def _value_bias(model: nn.Module, value: _Role) -> str | None:
     """The bias beside a value matrix: `bias` of a linear map, `NAME_bias` of a stack of experts."""
     known = dict(model.named_parameters())
     return next((name for name in (f"{value.owner}.bias", f"{value.name}_bias") if name in known), None)
 
 
-def _one(value: _Role, keys: list[_Role], biases: list[_Role], bias: str | None, size: int) -> Ffn:
+def _one(value: _Role, keys: list[_Role], biases: list[_Role], bias: str | None, size: int, scope: str) -> Ffn:
     """The FFN, or the stack of experts, of these parameters."""
-    width, stacked = size * value.multiple, len(value.shape) == 3
+    width, stacked = int(size * value.multiple), len(value.shape) == 3
 
     def param(role: _Role) -> Param:
         return Param(role.name, role.axis, "halves" if role.multiple == 2 * value.multiple else "whole")
 
-    rows = [_elements(role) * role.multiple // value.multiple for role in (*keys, *biases, value)]
-    scope = value.owner
-    while not all(key.name.startswith(f"{scope}.") for key in keys):
-        scope = scope.rpartition(".")[0]
+    rows = [_elements(role) * int(role.multiple / value.multiple) for role in (*keys, *biases, value)]
     return Ffn(
         name=scope,
         module=value.owner,

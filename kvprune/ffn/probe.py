@@ -20,7 +20,8 @@ from kvprune.ffn.watching import watched
 
 TOKENS = 16
 RANDOM_ELEMENTS = 2**22  # larger matrices of other parts are zeros, which take no memory
-TOLERANCE = 1e-4  # of the largest output: our run of experts against the class's own
+FACTOR = -1.5  # what a row of a key is multiplied by: a unit that is silent must come to life
+TOLERANCE = 1e-4  # of the largest value, for what should be equal but for rounding
 
 Runner = Callable[[], Any]
 
@@ -36,7 +37,7 @@ def probe(
     spreads: dict[Any, Spread] = {}
     found = []
     for ffn in ffns:
-        narrow = replace(ffn, width=width * field.multiples[ffn.name])
+        narrow = replace(ffn, width=field.width(ffn, width))
         kind = _kind(model, narrow)
         if kind not in spreads:
             siblings = [replace(other, width=narrow.width) for other in ffns if other.module == ffn.module]
@@ -121,18 +122,21 @@ def _probe_one(model: nn.Module, siblings: list[Ffn], run: Runner) -> Spread:
         raise NotAnFfnError(
             f"{name}: {base.shape[-1]} coefficients reach its value matrix, and its width is {ffn.width}"
         )
-    patterns = []
+    patterns, linear = [], True
     for key in ffn.keys:
         weight = own(model.get_submodule(key.name.rpartition(".")[0]), key, ffn)
         axis = key.axis - (ffn.expert is not None)
         moved = []
         for row in range(weight.shape[axis]):
             kept = weight.select(axis, row).clone()
-            weight.select(axis, row).mul_(1.5)
+            weight.select(axis, row).mul_(FACTOR)
             after = _coefficients(model, siblings, run)[name]
             weight.select(axis, row).copy_(kept)
             moved.append(_moved(ffn, model, row, base, after))
+            linear &= _close(after[:, moved[-1]], FACTOR * base[:, moved[-1]])
         patterns.append(_spread(ffn, key, moved))
+    if linear and not ffn.key_biases:
+        raise NotAnFfnError(f"{name}: nothing is between its matrices: a product of two, and no memory")
     return patterns[0]
 
 
@@ -142,7 +146,7 @@ def _moved(ffn: Ffn, model: nn.Module, row: int, base: Tensor, after: Tensor) ->
         kind = type(model.get_submodule(ffn.name if ffn.expert is None else ffn.module)).__name__
         raise NotAnFfnError(
             f"{ffn.name}: {kind} couples its slots: changing row {row} of a key changes the coefficients of "
-            f"{len(slots)} slots ({', '.join(map(str, slots[:4]))}, …); removing slots would change the others"
+            f"{len(slots)} slots; removing slots would change the others"
         )
     return int(slots[0])
 
@@ -173,6 +177,10 @@ def _coefficients(model: nn.Module, ffns: list[Ffn], run: Runner) -> dict[str, T
     return seen
 
 
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, atol=TOLERANCE * float(other.abs().max()))
+
+
 def _check_experts(model: nn.Module, ffns: list[Ffn], run: Runner) -> None:
     """Experts that are watched must make what the class itself makes of the same input."""
     module = model.get_submodule(ffns[0].module)
@@ -189,5 +197,5 @@ def _check_experts(model: nn.Module, ffns: list[Ffn], run: Runner) -> None:
     args, kwargs, expected = calls[0]
     with watched(model, ffns, lambda *_: None):
         got = module(*args, **kwargs)
-    if not torch.allclose(got, expected, atol=TOLERANCE * float(expected.abs().max())):
+    if not _close(got, expected):
         raise NotAnFfnError(f"{ffns[0].module}: {type(module).__name__} does more with its experts than can be watched")

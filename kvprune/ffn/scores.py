@@ -64,6 +64,18 @@ def _collected(found: Tensor | None) -> Tensor:
     return found
 
 
+def taylor(stats: FfnStats) -> Tensor:
+    """Σ (a ∂L/∂a)²: what the loss changes by, squared, to first order, when the slot falls silent on one token.
+
+    Molchanov et al. 2019 (arXiv:1906.10771). In nats², the same in every layer.
+    """
+    if stats.gradient is None:
+        raise KvpruneError(
+            "plan.score: the statistics have no gradients; calibrate with calibrate.collect=[counts, gradient]"
+        )
+    return stats.gradient
+
+
 def weight_norm(stats: FfnStats) -> Tensor:
     """Π‖k‖ · ‖v‖, without data: bounds c by Cauchy–Schwarz, and no rescaling of keys against values changes it."""
     return stats.key_norm.double() * stats.value_norm.double()
@@ -83,6 +95,7 @@ SCORES: dict[str, Callable[[FfnStats, PlanSection, int], Tensor]] = {
     "activation_norm": lambda stats, *_: activation_norm(stats),
     "reconstruction": lambda stats, *_: reconstruction(stats),
     "greedy": lambda stats, *_: greedy(stats),
+    "taylor": lambda stats, *_: taylor(stats),
     "weight_norm": lambda stats, *_: weight_norm(stats),
     "random": lambda stats, plan, index: random(stats, plan.seed or 0, index),
 }

@@ -41,6 +41,7 @@ class FfnStats:
     # From the Gram matrix of all counted tokens, where it was collected; see gram.elimination.
     removal_cost: Tensor | None = None  # float64 [slots]
     removal_turn: Tensor | None = None  # int64 [slots]
+    gradient: Tensor | None = None  # float64 [slots], sum of (a dL/da)^2, L the loss of its sequence in nats
     # Of an expert, whose `tokens` are those that are routed to it: the sum of the router's weights over them.
     gate_total: Tensor | None = None  # float64 []
 
@@ -88,8 +89,7 @@ def add(stats: FfnStats, more: FfnStats) -> FfnStats:
 def sum_over(ranks: Ranks, stats: FfnStats) -> None:
     """Make `stats` those of all ranks' tokens, in place."""
     ranks.sum(*(getattr(stats, name) for name in ADDED))
-    if stats.gate_total is not None:
-        ranks.sum(stats.gate_total)
+    ranks.sum(*(item for item in (stats.gate_total, stats.gradient) if item is not None))
     ranks.largest(stats.maximum)
 
 

@@ -125,8 +125,10 @@ def stored_shape(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Shape:
         shape[0] //= pieces[0].shares
     if pieces[0].expert is not None:
         shape.insert(0, len(pieces) // pieces[0].parts)
-    if pieces[0].parts > 1:
-        shape[pieces[0].along] *= pieces[0].parts
+    if pieces[0].parts > 1:  # of different sizes, where they are no keys
+        axis = pieces[0].along - (pieces[0].expert is not None)
+        firsts = [piece for piece in pieces if piece.expert in (None, 0)]
+        shape[pieces[0].along] = sum(checkpoint.tensors[piece.disk].shape[axis] for piece in firsts)
     return tuple(shape)
 
 

@@ -81,26 +81,29 @@ class Walker:
         embedded: list[Tensor] = []
         layers = [self.layer(index) for index in range(len(self.layers))]
 
-        def recorder(last: bool, plural: bool) -> Callable[..., Any]:
+        beside = object()  # what a layer returns beside hidden states; no later one may want to have it
+
+        def recorder(last: bool, extras: int | None) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
                 embedded.append(hidden)
                 calls.append(Call(args, kwargs))
                 if last:
                     raise _Recorded
-                return (hidden,) if plural else hidden
+                return hidden if extras is None else (hidden, *[beside] * extras)
 
             return forward
 
         reason, between = "", "something happens between its layers"
-        for plural in (False, True):  # a model takes a layer's output as it is, or the first of a tuple
+        for extras in (None, 0, 1, 2):  # a model takes a layer's output as it is, or the first of a tuple
             calls.clear()
             embedded.clear()
             for layer in layers:
-                layer.forward = recorder(layer is layers[-1], plural)
+                layer.forward = recorder(layer is layers[-1], extras)
             try:
                 self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
             except _Recorded:
-                if len(calls) == len(layers) and embedded[-1] is embedded[0]:
+                carried = any(item is beside for call in calls for item in (*call.args, *call.kwargs.values()))
+                if len(calls) == len(layers) and embedded[-1] is embedded[0] and not carried:
                     return embedded[0], calls
                 reason = between
             except (TypeError, RuntimeError, AttributeError, LookupError, ValueError, AssertionError) as error:

@@ -39,7 +39,7 @@ def watched(root: nn.Module, ffns: Sequence[Ffn], see: See) -> Iterator[None]:
 
 
 def _hook(ffn: Ffn, see: See) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    return lambda _, args, output: see(ffn, Seen(args[0].flatten(0, -2), output.flatten(0, -2)))
+    return lambda _, args, output: see(ffn, Seen(args[0].flatten(0, -2), output.flatten(0, -2), args[0]))
 
 
 def _experts(module: nn.Module, ffns: Sequence[Ffn], see: See, *args: Any, **kwargs: Any) -> Any:

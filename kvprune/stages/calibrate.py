@@ -18,7 +18,7 @@ from kvprune.dense import Dense
 from kvprune.errors import KvpruneError, naming
 from kvprune.ffn.counting import Counters, count_seen, counted_rows, make_counters
 from kvprune.ffn.experts import See, Seen
-from kvprune.ffn.forwards import count_batch, empty, saved_when_stopped
+from kvprune.ffn.forwards import add_gradients, count_batch, empty, saved_when_stopped
 from kvprune.ffn.gram import Gram, add_tokens, elimination, empty_gram, mirror, warn_of_few
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Shelf, open_shelf
@@ -184,8 +184,13 @@ def _forwards(
     """Statistics of every FFN by forwards of the whole model."""
     layout, section, alone = dense.layout, recipe.calibrate, setup.ranks.count == 1
     names = [ffn.name for ffn in layout.ffns]
-    model = dense.load(setup.dtype_name, setup.device)
+    gradient = "gradient" in section.collect
+    with torch.inference_mode(mode=False):  # weights that gradients may pass through
+        model = dense.load(setup.dtype_name, setup.device).requires_grad_(requires_grad=False)
     stats, done = (_resume(run, meta, names, setup.device) if alone else None) or (empty(model, layout), 0)
+    for item in stats.values() if gradient else ():
+        if item.gradient is None:
+            item.gradient = torch.zeros_like(item.total)
     batches = setup.share(tokens[done:])
 
     def check() -> None:
@@ -205,6 +210,8 @@ def _forwards(
         for batch in batches:
             with tick(), naming_memory(setup.batch_size):
                 count_batch(model, layout, stats, batch, section.skip_first, counters)
+                if gradient:
+                    add_gradients(model, layout, stats, batch, section.skip_first)
                 done += len(batch)
                 if done <= setup.batch_size:  # the first batch shows most of what can go wrong
                     check()

@@ -18,11 +18,14 @@ from unittest import mock
 
 import torch
 
-from kvprune.artifacts import cache_folder, read_json, write_json, write_text
+from kvprune.artifacts import RunFolder, cache_folder, digest, provenance, read_json, write_json, write_text
+from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
+from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.progress import log
-from kvprune.schema import Evaluate
-from kvprune.sources.models import is_out_of_memory, one_line, out_of_memory
+from kvprune.recipe import stage_recipe
+from kvprune.schema import Evaluate, Recipe
+from kvprune.sources.models import fingerprint, is_out_of_memory, load_model, one_line, out_of_memory
 from kvprune.sources.tasks import BUILTIN_FOLDER, task_fingerprint
 
 PREFILL_TOKENS = 512
@@ -63,6 +66,41 @@ class Judge:
     tokenizer: Any
     manager: Any
     batch_size: int
+
+
+def evaluate(
+    recipe: Recipe, dense: Dense, judge: Judge, run: RunFolder, device: str, *, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Judge dense and slim of an exported run; `trust_remote_code` is for the slim one."""
+    checkpoint = {"checkpoint": digest(run.model / "kvprune.json"), "weights": fingerprint(str(run.model), None)}
+    tasks: dict[str, Any] = {}
+    # One model at a time while judging; both only for the speeds, which are measured in turn.
+    log.info("loading %s on %s", dense.source.title, device)
+    model = dense.load(recipe.dtype, device)
+    tasks["dense"] = judge_dense(judge, model, recipe.model, dense.source.fingerprint, run.eval)
+    del model
+    dtype = dense.run_dtype(recipe.dtype, device)
+    slim, _ = load_model(run.model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    tasks["slim"] = judge_slim(judge, slim, checkpoint, run.eval)
+    speeds = prefill_speeds({"dense": dense.load(recipe.dtype, device), "slim": slim}, dense.text_config)
+    budget = read_json(run.model / "kvprune.json")["budget"]
+    inputs = {**checkpoint, "tasks": task_fingerprint(recipe.evaluate)}
+    sizes = {
+        "dense": (budget["before"]["total_params"], dense.checkpoint),
+        "slim": (budget["after"]["total_params"], open_checkpoint(run.model)),
+    }
+    return {
+        "provenance": provenance("results", stage_recipe(recipe, "evaluate"), inputs),
+        "model": {"title": dense.source.title, "note": dense.source.note},
+    } | {
+        name: {
+            "params": params,
+            "bytes": weights.bytes,
+            "tasks": tasks[name],
+            "prefill_tokens_per_second": speeds[name],
+        }
+        for name, (params, weights) in sizes.items()
+    }
 
 
 def judge_dense(judge: Judge, model: Any, name: str, fingerprint: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from kvprune.ffn.checkpoint import (
 )
 from kvprune.ffn.fields import meta_model, with_field
 from kvprune.ffn.layout import Layout
+from kvprune.ffn.perlayer import CODE_FILE, modeling_code, per_layer_config
 from kvprune.ffn.stored import Kept, make_cuts, stored_pieces, stored_shape
 from kvprune.ffn.watching import as_rows, value_rows
 from kvprune.progress import log, progress
@@ -109,9 +110,9 @@ def added_biases(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[st
         return {}
     kind = dense.stored_dtype()
     return {
-        name: values.get(name, torch.zeros(ffn.hidden if name == ffn.bias_key else item.width, dtype=kind))
+        name: values.get(name, torch.zeros(size, dtype=kind))
         for ffn, item in zip(ffns, plan.ffns, strict=True)
-        for name in ffn.missing_biases()
+        for name, size in ffn.missing_biases(item.width).items()
     }
 
 
@@ -189,7 +190,8 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
             refit=refitted[1]["ffns"] if refitted else [],
             verified=asdict(verified),
             files={item.name: item.stat().st_size for item in sorted(part.iterdir())},
-            trust_remote_code=dense.trust_remote_code,
+            trust_remote_code=needs_code(plan, dense),
+            loads=plan.loads,
         )
         write_json(part / "kvprune.json", about)
         write_text(part / "README.md", model_card(about, part))
@@ -240,15 +242,46 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
 
 
 def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False) -> None:
-    """Write config.json into `target`: the dense one with other widths, and the FFN's biases on if `biased`."""
+    """Write config.json into `target`: the dense one with other widths, and the FFN's biases on if `biased`.
+
+    Where a width differs by layer, also the code that builds such a model.
+    """
     config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
-    widths = {item.name: item.width for item in plan.ffns}
-    for field in dense.layout.fields:
-        name, multiple = next(iter(field.multiples.items()))
-        config = with_field(config, field.name, widths[name] // multiple)
+    differing = plan.differing()
+    for name, value in {name: value for fields in plan.layers for name, value in fields.items()}.items():
+        if name not in differing:
+            config = with_field(config, name, value)
+    if differing:
+        layers = [{name: fields[name] for name in differing if name in fields} for fields in plan.layers]
+        base = stock_class(dense)
+        config = per_layer_config(config, layers, base)
+        write_text(target / CODE_FILE, modeling_code(base, layers_path(dense)))
     if biased and dense.layout.bias_field is not None:
         config = with_field(config, dense.layout.bias_field, True)
     write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def stock_class(dense: Dense) -> type:
+    """The class that the dense model is built of."""
+    return type(meta_model(dense.config, trust_remote_code=dense.trust_remote_code))
+
+
+def is_own_code(run: RunFolder, dense: Dense) -> bool:
+    """Whether the only code in `model/` is what an export writes there: that may be run unasked."""
+    code = run.model / CODE_FILE
+    if not code.is_file() or [*run.model.glob("*.py")] != [code]:
+        return False
+    return code.read_text(encoding="utf-8") == modeling_code(stock_class(dense), layers_path(dense))
+
+
+def layers_path(dense: Dense) -> str:
+    """The path of the model's list of decoder layers."""
+    return dense.layout.layers[0].rpartition(".")[0]
+
+
+def needs_code(plan: Plan, dense: Dense) -> bool:
+    """Whether the checkpoint of `plan` loads with trust_remote_code only."""
+    return dense.trust_remote_code or bool(plan.differing())
 
 
 def carry_over(dense: Dense, target: Path) -> None:
@@ -282,14 +315,15 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
     if (difference := find_difference(dense.checkpoint, make_changes(dense, plan, values), slim)) is not None:
         raise KvpruneError(f"export: the written checkpoint is wrong: {difference}")
     load_tokenizer(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
-    _check_shapes(dense, slim, folder, set(added_biases(dense, plan, values)))
+    trust = needs_code(plan, dense)  # of what was just written, and of what the user trusts
+    _check_shapes(dense, slim, folder, set(added_biases(dense, plan, values)), trust)
     needed = 4 * plan.before.total_params + (LOGIT_TOKENS * 2**20)
     if needed > psutil.virtual_memory().available:
         note = f"not run: float32 weights need {needed:,} bytes of memory"
         log.warning("export: every tensor and shape was compared, but the result was %s", note)
         return Verified(len(slim.tensors), f"names and shapes of {dense.config.model_type}", None, note)
     expected, known = _masked_logits(dense, plan, values)
-    model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=dense.trust_remote_code)
+    model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=trust)
     info["unexpected_keys"] = set(info["unexpected_keys"]) - known  # what the dense one holds too, and is ignored there
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
@@ -304,10 +338,10 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
     return Verified(len(slim.tensors), f"AutoModelForCausalLM as {type(model).__name__}", distance, "")
 
 
-def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str]) -> None:
+def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str], trust: bool) -> None:
     """The slim config builds a model whose parameters have the names and shapes of the slim weight files."""
-    config = load_config(replace(dense.source, folder=folder), trust_remote_code=dense.trust_remote_code)
-    model = meta_model(config, trust_remote_code=dense.trust_remote_code)
+    config = load_config(replace(dense.source, folder=folder), trust_remote_code=trust)
+    model = meta_model(config, trust_remote_code=trust)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     pieces = stored_pieces(slim, model)
     found = {name: stored_shape(slim, mine) for name, mine in pieces.items()}
@@ -320,7 +354,7 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str])
 def _logits(model: Any) -> Tensor:
     """Logits `[1, LOGIT_TOKENS, vocabulary]` on tokens that are the same for every model of this vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.config.vocab_size, (1, LOGIT_TOKENS), generator=generator)
+    tokens = torch.randint(0, model.config.get_text_config(decoder=True).vocab_size, (1, LOGIT_TOKENS), generator=generator)
     logits: Tensor = model(tokens, use_cache=False).logits
     return logits
 

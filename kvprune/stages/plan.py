@@ -8,10 +8,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from kvprune.artifacts import FfnPlan, Plan, Size, provenance
+from kvprune.artifacts import FfnPlan, Plan, Size, budget_words, provenance
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
-from kvprune.ffn.layout import Field, Layout
+from kvprune.ffn.allocate import Limit, allocate, curve_worth, score_worth, units_of
+from kvprune.ffn.layout import Ffn, Field, Layout
 from kvprune.ffn.scores import SCORES, giants
 from kvprune.ffn.stats import FfnStats
 from kvprune.recipe import stage_recipe
@@ -29,7 +30,7 @@ def full_widths(layout: Layout) -> Widths:
 def ffn_widths(layout: Layout, widths: Widths) -> list[int]:
     """Slots of every FFN with the fields at these values."""
     fields = {name: field for field in layout.fields for name in field.multiples}
-    return [widths[fields[ffn.name].name] * fields[ffn.name].multiples[ffn.name] for ffn in layout.ffns]
+    return [fields[ffn.name].width(ffn, widths[fields[ffn.name].name]) for ffn in layout.ffns]
 
 
 def model_size(dense: Dense, widths: Sequence[int]) -> Size:
@@ -57,21 +58,26 @@ def choose_widths(section: PlanSection, dense: Dense) -> Widths:
     Raises KvpruneError, with what is possible, where no multiple of `round_to` does.
     """
     layout, budget = dense.layout, section.budget
-    steps = {field.name: _steps(section, layout, field) for field in layout.fields}
+    steps = field_steps(section, layout)
     if budget.keep is not None:
         widths = {field.name: _nearest(section, field, steps[field.name]) for field in layout.fields}
     else:
         widths = _under_ceiling(section, dense, steps)
-    _check_alignment(dense, widths)
+    _check_alignment(dense, ffn_widths(layout, widths))
     _check_protected(section, layout, ffn_widths(layout, widths))
     return widths
 
 
+def field_steps(section: PlanSection, layout: Layout) -> dict[str, list[int]]:
+    """The values that each field may have, ascending."""
+    return {field.name: _steps(section, layout, field) for field in layout.fields}
+
+
 def _steps(section: PlanSection, layout: Layout, field: Field) -> list[int]:
-    """The values that a field may have, ascending."""
     rounded = [*range(section.step, field.value, section.step), field.value]  # nothing removed is always a width
-    least = min(field.multiples.values())
-    return [value for value in rounded if value * least >= min(section.floor, field.value * least)]
+    least, pieces = min(field.multiples.values()), math.lcm(*(item.denominator for item in field.multiples.values()))
+    floor = min(section.floor, field.value * least)
+    return [value for value in rounded if value % pieces == 0 and value * least >= floor]
 
 
 def _nearest(section: PlanSection, field: Field, steps: list[int]) -> int:
@@ -116,16 +122,17 @@ def _under_ceiling(section: PlanSection, dense: Dense, steps: dict[str, list[int
     return at(shares[fitting - 1])
 
 
-def _check_alignment(dense: Dense, widths: Widths) -> None:
+def _check_alignment(dense: Dense, widths: Sequence[int]) -> None:
     """Experts of a width that their kernels cannot multiply load, and fail at the first forward."""
-    for ffn in dense.layout.ffns:
-        field = dense.layout.field_of(ffn)
-        width = widths[field.name] * field.multiples[ffn.name]
+    for ffn, width in zip(dense.layout.ffns, widths, strict=True):
+        if ffn.expert is None or width == ffn.width:
+            continue
         aligned = ALIGNED_BYTES // dense.entries(ffn.value.name)[0].itemsize
-        if ffn.expert is not None and width != ffn.width and width % aligned:
+        if width % aligned:
             raise KvpruneError(
-                f"plan.round_to: experts' width {width} is no multiple of {aligned}, which transformers' products of "
-                f"experts need ({field.name}); set plan.round_to to moe, or to a multiple of {aligned}"
+                f"plan.round_to: width {width} of experts is no multiple of {aligned}, which transformers' products "
+                f"of experts need in {dense.entries(ffn.value.name)[0].dtype}; set plan.round_to to moe or to a "
+                f"multiple of {aligned}"
             )
 
 
@@ -147,17 +154,46 @@ def _check_protected(section: PlanSection, layout: Layout, widths: list[int]) ->
             )
 
 
-def make_plan(recipe: Recipe, dense: Dense, stats: list[FfnStats], stats_digest: str) -> Plan:
-    """Score the slots and keep the best of each FFN. Deterministic: ties go to the lower slot."""
+Scores = dict[str, Tensor]  # float64 [slots] by FFN names, higher ones stay
+Curves = dict[str, dict[int, float]]  # losses by units and values of their fields
+
+
+def slot_scores(section: PlanSection, layout: Layout, stats: list[FfnStats]) -> Scores:
+    """Scores of all slots. Raises KvpruneError where one is not finite."""
+    found = {}
+    for index, (ffn, item) in enumerate(zip(layout.ffns, stats, strict=True)):
+        scores = SCORES[section.score](item, section, index).double()
+        if not bool(torch.isfinite(scores).all()):
+            slot = int((~torch.isfinite(scores)).nonzero()[0])
+            raise KvpruneError(f"{ffn.name}: slot {slot} has a score that is not finite")
+        found[ffn.name] = scores
+    return found
+
+
+def protected_slots(section: PlanSection, layout: Layout, ffn: Ffn) -> list[int]:
+    """The slots of an FFN that are never removed."""
+    return sorted(set(section.protect.get(layout.layers.index(ffn.layer), [])))
+
+
+def make_plan(
+    recipe: Recipe, dense: Dense, stats: list[FfnStats], stats_digest: str, curves: Curves | None = None
+) -> Plan:
+    """Score the slots and keep the best of each FFN. Deterministic: ties go to the lower slot.
+
+    `curves` are what allocation sensitivity has measured. Raises KvpruneError where the budget cannot be met.
+    """
     section, layout = recipe.plan, dense.layout
-    widths = ffn_widths(layout, choose_widths(section, dense))
-    score = SCORES[section.score]
+    scores = slot_scores(section, layout, stats)
+    if section.allocation == "uniform":
+        widths = ffn_widths(layout, choose_widths(section, dense))
+    else:
+        widths = _widths_by_layer(section, dense, scores, curves)
     ffns = []
-    for index, (ffn, item, width) in enumerate(zip(layout.ffns, stats, widths, strict=True)):
-        protected = sorted(set(section.protect.get(layout.layers.index(ffn.layer), [])))
+    for ffn, item, width in zip(layout.ffns, stats, widths, strict=True):
+        protected = protected_slots(section, layout, ffn)
         guarded = [slot for slot in giants(item) if slot not in protected] if section.guard else []
         guarded = sorted(guarded[: width - len(protected)])
-        kept = best_slots(score(item, section, index), width, [*protected, *guarded])
+        kept = best_slots(scores[ffn.name], width, [*protected, *guarded])
         ffns.append(FfnPlan(ffn.name, ffn.width, kept, guarded, protected, int(item.tokens)))
     return Plan(
         provenance=provenance("plan", stage_recipe(recipe, "plan"), {"stats": stats_digest}),
@@ -165,13 +201,54 @@ def make_plan(recipe: Recipe, dense: Dense, stats: list[FfnStats], stats_digest:
         before=model_size(dense, [ffn.width for ffn in layout.ffns]),
         after=model_size(dense, widths),
         ffns=ffns,
+        layers=layer_fields(layout, widths),
     )
+
+
+def _widths_by_layer(section: PlanSection, dense: Dense, scores: Scores, curves: Curves | None) -> list[int]:
+    """Slots of every FFN where layers differ: one cut through all scores, or along measured curves."""
+    layout, budget = dense.layout, section.budget
+    least = {ffn.name: len(protected_slots(section, layout, ffn)) for ffn in layout.ffns}
+    units = units_of(layout, field_steps(section, layout), least)
+    worth = [score_worth(unit, scores) if curves is None else curve_worth(unit, curves[unit.name]) for unit in units]
+    full = model_size(dense, [ffn.width for ffn in layout.ffns])
+    slots = sum(ffn.width for ffn in layout.ffns)
+    if budget.keep is not None:
+        limit = Limit(budget.keep * slots, lambda _: 1, nearest=True)
+    elif budget.params is not None:
+        outside = full.total_params - sum(ffn.params_per_slot * ffn.width for ffn in layout.ffns)
+        limit = Limit(budget.params - outside, lambda ffn: ffn.params_per_slot, nearest=False)
+    else:
+        assert budget.bytes is not None  # a budget has exactly one unit
+        sizes = {ffn.name: dense.bytes_per_slot(ffn) for ffn in layout.ffns}
+        outside = full.bytes - sum(sizes[ffn.name] * ffn.width for ffn in layout.ffns)
+        limit = Limit(budget.bytes - outside, lambda ffn: sizes[ffn.name], nearest=False)
+    values = allocate(units, worth, limit)
+    if values is None:
+        raise KvpruneError(
+            f"plan.budget: {budget_words(budget.model_dump())} cannot be met with round_to {section.round_to} and "
+            f"floor {section.floor}; lower them or raise the budget"
+        )
+    widths = {
+        ffn.name: unit.field.width(ffn, value) for unit, value in zip(units, values, strict=True) for ffn in unit.ffns
+    }
+    found = [widths[ffn.name] for ffn in layout.ffns]
+    _check_alignment(dense, found)
+    _check_protected(section, layout, found)
+    return found
+
+
+def layer_fields(layout: Layout, widths: Sequence[int]) -> list[dict[str, int]]:
+    """For each layer the values of the fields that set widths in it."""
+    found: list[dict[str, int]] = [{} for _ in layout.layers]
+    for ffn, width in zip(layout.ffns, widths, strict=True):
+        field = layout.field_of(ffn)
+        found[layout.layers.index(ffn.layer)][field.name] = int(width / field.multiples[ffn.name])
+    return found
 
 
 def best_slots(scores: Tensor, width: int, always: list[int]) -> list[int]:
     """The `width` slots with the highest of `scores` `[slots]`, `always` first, sorted by number."""
-    if not bool(torch.isfinite(scores).all()):
-        raise KvpruneError(f"slot {int((~torch.isfinite(scores)).nonzero()[0])} has a score that is not finite")
     ranked = scores.clone()
     ranked[always] = math.inf
     return sorted(torch.argsort(ranked, descending=True, stable=True)[:width].tolist())

@@ -149,8 +149,10 @@ def _may_have_biases(dense: Dense, plan: Plan, section: Refit) -> bool:
         return section.bias != "none"
     if field is None or not dense.one_ffn_dtype():  # what is added is of the type of what is there
         return False
-    tensors = [name for ffn in ffns for name in ffn.missing_biases()]
-    elements = sum(ffn.hidden + len(ffn.keys) * item.width for ffn, item in zip(ffns, plan.ffns, strict=True))
+    tensors = [
+        size for ffn, item in zip(ffns, plan.ffns, strict=True) for size in ffn.missing_biases(item.width).values()
+    ]
+    elements = sum(tensors)
     reached = {
         "params": plan.after.total_params + elements,
         "bytes": plan.after.bytes + elements * dense.stored_dtype().itemsize + len(tensors) * BYTES_OF_HEADER,
