@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from kvprune.ffn.fields import meta_model
+from kvprune.ffn.fields import meta_model, thin_config
 from kvprune.ffn.find import find_layout
 from kvprune.ffn.layout import Ffn, Layout, Shape, resize
 from kvprune.ffn.stored import Kept, Pieces, cut_tensor, kept_indices, stored_pieces, stored_shape
@@ -52,6 +52,7 @@ class Dense:
         """
         walker = open_walker(
             self.config,
+            thin_config(self.config, self.layout),
             self.layout.layers,
             reader(self.checkpoint, self.pieces, setup.dtype, setup.device),
             set(self.pieces),
@@ -73,8 +74,8 @@ class Dense:
             return cut_tensor(tensor, *cuts[name], stacked=name in stacked) if name in cuts else tensor
 
         known = set(self.pieces)
-        layers, trust = self.layout.layers, self.trust_remote_code
-        walker = open_walker(self.config, layers, read, known, setup, trust_remote_code=trust)
+        layers, thin = self.layout.layers, thin_config(self.config, self.layout)
+        walker = open_walker(self.config, thin, layers, read, known, setup, trust_remote_code=self.trust_remote_code)
         for ffn, slots in zip(self.layout.ffns, kept, strict=True):
             if not ffn.expert:  # a stack is resized with its first expert
                 resize(walker.model, ffn, len(slots))

@@ -30,6 +30,8 @@ def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size, widths:
     outside = before.total_params - before.ffn_params
     for field in layout.fields:
         log.info("%s: %s", dense.source.title, field_words(layout, field))
+    for reason in layout.left:
+        log.warning("%s: a larger part stays as it is: %s", dense.source.title, reason)
     if bare := [index for index in range(len(layout.layers)) if not layout.in_layer(index)]:
         log.info("%d of %d layers have no FFN that can be slimmed", len(bare), len(layout.layers))
     log.info("parameters: %s in FFNs, %s outside", f"{before.ffn_params:,}", f"{outside:,}")
@@ -89,9 +91,7 @@ def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool)
     counted = STATS_BYTES_PER_SLOT * (sum(ffn.width for ffn in layout.ffns) if whole else reached)
     sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
     length = section.sequence_length
-    graph = length * (
-        len(layout.layers) * (4 * width + 16 * hidden) * size + 12 * dense.text_config.vocab_size
-    )
+    graph = length * (len(layout.layers) * (4 * width + 16 * hidden) * size + 12 * dense.text_config.vocab_size)
     gradients = graph if whole and "gradient" in section.collect else 0  # of one sequence, with its logits
     return Need(
         weights=weights * size * (1 if whole else runs),

@@ -34,6 +34,7 @@ from kvprune.schema import Calibrate
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.sources.texts import sequences
 from kvprune.stages.export import carry_over, make_changes, write_config, write_weights
+from kvprune.stages.plan import layer_fields
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -78,7 +79,8 @@ def half_plan(dense: Dense, share: float = 0.8) -> Plan:
         FfnPlan(ffn.name, ffn.width, [slot for slot in range(ffn.width) if slot % 10 < share * 10])
         for ffn in dense.layout.ffns
     ]
-    return Plan({}, {}, nothing, nothing, ffns)
+    layers = layer_fields(dense.layout, [ffn.width for ffn in ffns])
+    return Plan({}, {}, nothing, nothing, ffns, layers)
 
 
 def export_only(dense: Dense, plan: Plan, target: Path) -> None:

@@ -6,7 +6,7 @@ another width, and nothing else has changed.
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvprune.errors import KvpruneError
-from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Shape, assemble
+from kvprune.ffn.layout import EXCEPTIONS, Ffn, Field, Layout, NotAnFfnError, Shape, assemble
 
 PROBE_WIDTHS = (8, 64)  # the second where the first is the width already, or a class refuses it
 MULTIPLES = (Fraction(1, 2), *range(1, 17))  # how wide shared experts and fused keys are, relative to their field
@@ -33,16 +33,22 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
+def text_config(config: Any) -> Any:
+    """The config of the language model: `config` itself, or of a multimodal one, its part."""
+    text = config.get_text_config(decoder=True)
+    return config if type(text) is type(config) else text  # of an encoder and decoder it is a changed copy
+
+
 def text_prefix(config: Any) -> str:
     """Where the text model's own config is within `config`: "" or, of a multimodal one, as "text_config."."""
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
     if text is config:
         return ""
     for name in config.sub_configs:
         inner = getattr(config, name, None)
         if inner is text:
             return f"{name}."
-        if inner is not None and hasattr(inner, "sub_configs") and inner.get_text_config(decoder=True) is text:
+        if inner is not None and hasattr(inner, "sub_configs") and text_config(inner) is text:
             return f"{name}.{text_prefix(inner)}"
     raise KvpruneError(f"model type {config.model_type}: the config of its text model is not found within config.json")
 
@@ -76,7 +82,9 @@ def candidates(config: Any, model: nn.Module) -> Iterator[tuple[str, int | None]
     """
     sizes = {size for parameter in model.parameters() if parameter.ndim > 1 for size in parameter.shape}
     prefix = text_prefix(config)
-    for name, value in _numbers(config.get_text_config(decoder=True).to_dict()):
+    for name, value in _numbers(text_config(config).to_dict()):
+        if name in EXCEPTIONS:
+            continue
         if value is None or any(value * multiple in sizes for multiple in MULTIPLES):
             yield prefix + name, value
 
@@ -106,7 +114,10 @@ def try_field(config: Any, model: nn.Module, name: str, value: int | None, *, tr
     """Give a field another value. Raises NotAnFfnError where what changes is not in proportion to it."""
     before = shapes_of(model)
     for probe in PROBE_WIDTHS:
-        clone = with_field(config, name, probe)
+        try:
+            clone = with_field(config, name, probe)
+        except RuntimeError:  # of transformers, for a field that layers have for themselves
+            raise NotAnFfnError("its value differs by layer already") from None
         try:
             after = shapes_of(meta_model(clone, trust_remote_code=trust_remote_code)) if probe != value else {}
         except Exception:  # noqa: BLE001  (constructors raise anything for a value that they do not expect)
@@ -118,8 +129,18 @@ def try_field(config: Any, model: nn.Module, name: str, value: int | None, *, tr
 
 def ffns_of(trial: Trial, model: nn.Module) -> tuple[list[Ffn], Field]:
     """The FFNs whose width a field sets. Raises NotAnFfnError, with the reason, where it sets something else."""
-    found = assemble(model, trial.changed, trial.value)
+    try:
+        found = assemble(model, trial.changed, trial.value)
+    except NotAnFfnError as error:
+        raise NotAnFfnError(str(error), trial.changed) from None
     return [ffn for ffn, _ in found], Field(trial.name, trial.value, {ffn.name: multiple for ffn, multiple in found})
+
+
+def thin_config(config: Any, layout: Layout) -> Any:
+    """A config of the same model with FFNs as narrow as can be."""
+    for field in layout.fields:
+        config = with_field(config, field.name, min(PROBE_WIDTHS[0], field.value))
+    return config
 
 
 def shapes_of(model: nn.Module) -> dict[str, Shape]:
@@ -136,21 +157,21 @@ def _changed(
     """
     if before.keys() != after.keys():
         raise NotAnFfnError("other parameters are there with another value")
+    names = [name for name in before if before[name] != after[name]]
     changed: dict[str, tuple[int, Fraction]] = {}
     values = {Fraction(value)} if value is not None else set()
-    for name, old in before.items():
-        new = after[name]
+    for name in names:
+        old, new = before[name], after[name]
         axes = [at for at in range(len(old)) if len(new) == len(old) and old[at] != new[at]]
-        if old == new:
-            continue
         if len(axes) != 1:
-            raise NotAnFfnError(f"{name} {list(old)} does not change in proportion")
+            raise NotAnFfnError(f"{name} {list(old)} changes along more than one axis with it", names)
         changed[name] = (axes[0], Fraction(new[axes[0]], probe))
         values.add(old[axes[0]] / changed[name][1])
     if not changed:
         raise NotAnFfnError("nothing changes with it")
     if len(values) > 1 or next(iter(values)).denominator > 1:
-        raise NotAnFfnError(f"widths do not change in proportion to it ({', '.join(map(str, sorted(values)))})")
+        found = ", ".join(f"{name} {list(before[name])} -> {list(after[name])}" for name in names[:2])
+        raise NotAnFfnError(f"widths do not change in proportion to it: at {probe}, {found}", names)
     return int(values.pop()), changed
 
 
@@ -161,7 +182,7 @@ def bias_switch(config: Any, model: nn.Module, ffns: tuple[Ffn, ...], *, trust_r
         return None
     expected = shapes_of(model).keys() | missing
     prefix = text_prefix(config)
-    for name, value in config.get_text_config(decoder=True).to_dict().items():
+    for name, value in text_config(config).to_dict().items():
         if value is not False or "bias" not in name:
             continue
         try:
@@ -171,17 +192,3 @@ def bias_switch(config: Any, model: nn.Module, ffns: tuple[Ffn, ...], *, trust_r
         if shapes_of(biased).keys() == expected:
             return f"{prefix}{name}"
     return None
-
-
-def merged(fields: list[tuple[list[Ffn], Field]]) -> tuple[list[Ffn], list[Field]]:
-    """Each FFN once, under the field in the finest steps: n_shared_experts sets a width too, and only roughly."""
-    steps = {field.name: max(field.multiples.values()) for _, field in fields}
-    ffns: dict[str, Ffn] = {}
-    kept: list[Field] = []
-    for found, field in sorted(fields, key=lambda item: steps[item[1].name]):
-        if new := {ffn.name: ffn for ffn in found if ffn.name not in ffns}:
-            if len(new) < len(found):  # one value cannot be chosen for some of its FFNs alone
-                continue
-            ffns |= new
-            kept.append(replace(field, multiples={name: field.multiples[name] for name in new}))
-    return list(ffns.values()), kept

@@ -9,7 +9,7 @@ The only file that knows how architectures build FFNs. It knows shapes, not name
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -22,8 +22,16 @@ Spread = Literal["whole", "halves", "interleaved"]
 Shape = tuple[int, ...]
 
 
+# Fields that set a width of what looks like an FFN and is none.
+EXCEPTIONS = {"gated_norm_rank": "a norm's own gate: it scales what the norm lets through, and writes nothing"}
+
+
 class NotAnFfnError(Exception):
-    """What changes with a width is no set of FFNs; the message is the reason."""
+    """What changes with a width is no set of FFNs; the message is the reason, `names` the parameters that change."""
+
+    def __init__(self, reason: str, names: Iterable[str] = ()) -> None:
+        super().__init__(reason)
+        self.names = tuple(names)
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class Layout:
     ffns: tuple[Ffn, ...]
     layers: tuple[str, ...]  # all decoder layers; a layer may hold any number of FFNs
     fields: tuple[Field, ...]
+    left: tuple[str, ...]  # why parts that are larger than all of these FFNs, and look like such, stay as they are
     bias_field: str | None  # a switch that gives every matrix of every FFN a bias, and nothing else, where there is one
     total_params: int
 
@@ -222,10 +231,8 @@ def _keys_of(value: _Role, keys: Mapping[str, _Role]) -> list[_Role]:
     else:
         raise NotAnFfnError(f"{value.name} has no keys")
     rows = sum(key.multiple for key in mine)
-    if (
-        rows not in (value.multiple, 2 * value.multiple)
-        or len({len(key.shape) for key in mine} | {len(value.shape)}) > 1
-    ):
+    stacks = {role.shape[0] if len(role.shape) == 3 else 0 for role in (*mine, value)}
+    if rows not in (value.multiple, 2 * value.multiple) or len(stacks) > 1:
         names = ", ".join(f"{role.name} {list(role.shape)}" for role in (*mine, value))
         raise NotAnFfnError(f"{names} do not make one FFN")
     return mine

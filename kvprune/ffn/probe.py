@@ -7,6 +7,7 @@ is found, and what a class makes of gate and up, without knowing it.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.experts import Seen, own
+from kvprune.ffn.fields import Trial
 from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Param, Spread
 from kvprune.ffn.walk import CannotWalkError, Walker, empty_model
 from kvprune.ffn.watching import watched
@@ -27,27 +29,32 @@ Runner = Callable[[], Any]
 
 
 def probe(
-    config: Any, layers: tuple[str, ...], ffns: list[Ffn], field: Field, width: int, *, trust_remote_code: bool
+    trial: Trial, thin: Any, layers: tuple[str, ...], ffns: list[Ffn], field: Field, *, trust_remote_code: bool
 ) -> list[Ffn]:
-    """Probe one of each kind of `ffns` in the narrow model of `config`, whose `field` has the value `width`.
+    """Probe one of each kind of `ffns`, whose width `field` sets, in the narrow model of a `trial`.
 
-    Returns them with what was found of how their keys are fused. Raises NotAnFfnError where slots are coupled.
+    `thin` is a config as empty_model needs it. Returns the FFNs with what was found of how
+    their keys are fused. Raises NotAnFfnError where slots are coupled.
     """
-    model = empty_model(config, torch.float32, trust_remote_code=trust_remote_code)
-    spreads: dict[Any, Spread] = {}
-    found = []
+    model = empty_model(trial.narrow, thin, torch.float32, trust_remote_code=trust_remote_code)
+    spreads: dict[Any, Spread] = {}  # by kind, and then by module
     for ffn in ffns:
-        narrow = replace(ffn, width=field.width(ffn, width))
+        if ffn.module in spreads:  # another of its experts
+            continue
+        narrow = replace(ffn, width=field.width(ffn, trial.width))
         kind = _kind(model, narrow)
         if kind not in spreads:
             siblings = [replace(other, width=narrow.width) for other in ffns if other.module == ffn.module]
             with _running(model, layers, ffn.layer, ffns) as run:
                 spreads[kind] = _probe_one(model, siblings, run)
-        found.append(_with_spread(ffn, spreads[kind]))
-    return found
+        spreads[ffn.module] = spreads[kind]
+    return [_with_spread(ffn, spreads[ffn.module]) for ffn in ffns]
 
 
 def _with_spread(ffn: Ffn, spread: Spread) -> Ffn:
+    if not any(param.fused for param in (*ffn.keys, *ffn.key_biases)):
+        return ffn
+
     def spread_out(params: tuple[Param, ...]) -> tuple[Param, ...]:
         return tuple(replace(param, spread=spread) if param.fused else param for param in params)
 
@@ -75,26 +82,41 @@ def _running(model: Any, layers: tuple[str, ...], layer: str, ffns: list[Ffn]) -
     embedding.forward = lambda *_args, **_kwargs: states.clone()
     wanted = {param.name for ffn in ffns for param in ffn.cuts()}
     before = [(module, {**module._parameters}) for module in model.modules()]
+    large = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "out_features", None), int)
+        and module.weight.numel() > RANDOM_ELEMENTS
+        and f"{name}.weight" not in wanted
+    ]
     try:
+        for module in large:
+            module.forward = partial(_nothing, module)
         _fill(model, wanted, generator, lambda name: not name.startswith(layers) or name.startswith(f"{layer}."))
         try:
             hidden, calls = Walker(model, layers, model.get_parameter, "cpu").record(tokens)
             call = calls[layers.index(layer)]
             yield lambda: call.run(model.get_submodule(layer), hidden.clone())
         except (CannotWalkError, ValueError):
-            _fill(model, wanted, generator, lambda _: True)
+            _fill(model, wanted, generator, lambda name: name.startswith(layers) and not name.startswith(f"{layer}."))
             yield lambda: model.base_model(input_ids=tokens, use_cache=False)
     finally:
-        del embedding.forward
+        for module in [embedding, *large]:
+            del module.forward
         for module, parameters in before:
             module._parameters = parameters
+
+
+def _nothing(module: Any, x: Tensor) -> Tensor:
+    """What a linear map of zeros makes of `x`, without the products."""
+    return x.new_zeros(*x.shape[:-1], module.out_features)
 
 
 def _fill(model: nn.Module, wanted: set[str], generator: torch.Generator, mine: Callable[[str], bool]) -> None:
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             name = f"{path}.{key}"
-            if parameter is not None and parameter.is_meta and mine(name):
+            if parameter is not None and mine(name):
                 filled = _random(parameter, generator, name in wanted)
                 module._parameters[key] = nn.Parameter(filled, requires_grad=False)
 

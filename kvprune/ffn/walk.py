@@ -123,26 +123,46 @@ def reader(checkpoint: Checkpoint, pieces: Pieces, dtype: torch.dtype, device: s
     return lambda name: read_parameter(checkpoint, pieces[name], device, dtype)
 
 
-def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    """The model of `config` with its own buffers and without weights."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
+def empty_model(config: Any, thin: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    """The model of `config` without weights, with the buffers of that of `thin`, a config with narrower FFNs.
+
+    Buffers are real only where the weights beside them are real for a moment, too, and experts would not fit in memory.
+    """
+
+    def build(from_config: Any) -> Any:
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(from_config),
             dtype=dtype,
             experts_implementation="eager",  # others want widths to be a multiple of something
             trust_remote_code=trust_remote_code,
         )
+
+    with torch.device("meta"):
+        model = build(config)
+    with init_empty_weights(include_buffers=False):
+        source = dict(build(thin).named_buffers())
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            found = source[f"{path}.{name}" if path else name]
+            module._buffers[name] = found if found.shape == buffer.shape else torch.zeros(buffer.shape)
     return model.eval()
 
 
 def open_walker(
-    config: Any, layers: tuple[str, ...], read: Read, known: set[str], setup: "Setup", *, trust_remote_code: bool
+    config: Any,
+    thin: Any,
+    layers: tuple[str, ...],
+    read: Read,
+    known: set[str],
+    setup: "Setup",
+    *,
+    trust_remote_code: bool,
 ) -> Walker:
-    """Build the model of `config` with its own buffers and embeddings, and nothing in its `layers`.
+    """Build the model of `config` with its own buffers and embeddings, and nothing in its `layers`; `empty_model`.
 
     `known` are the parameters that `read` can give. Raises CannotWalkError, with the reason, where that cannot be.
     """
-    model = empty_model(config, setup.dtype, trust_remote_code=trust_remote_code)
+    model = empty_model(config, thin, setup.dtype, trust_remote_code=trust_remote_code)
     high = set(model._keep_in_fp32_modules_strict or ()) | set(model._keep_in_fp32_modules or ())
     if high and setup.dtype != torch.float32:
         raise CannotWalkError(f"transformers keeps some of its modules in float32 ({', '.join(sorted(high))})")

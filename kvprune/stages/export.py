@@ -354,7 +354,9 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str],
 def _logits(model: Any) -> Tensor:
     """Logits `[1, LOGIT_TOKENS, vocabulary]` on tokens that are the same for every model of this vocabulary."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.config.get_text_config(decoder=True).vocab_size, (1, LOGIT_TOKENS), generator=generator)
+    tokens = torch.randint(
+        0, model.config.get_text_config(decoder=True).vocab_size, (1, LOGIT_TOKENS), generator=generator
+    )
     logits: Tensor = model(tokens, use_cache=False).logits
     return logits
 
