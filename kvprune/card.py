@@ -27,8 +27,10 @@ def model_card(about: dict[str, Any], folder: Path) -> str:
     head = {"library_name": "transformers", "tags": ["kvprune", "pruned"], **_base_fields(base)}
     if model["commit"] and "/" in model["title"]:
         head["base_model"] = model["title"]
-    changes = dict.fromkeys((item["width_before"], len(item["kept"])) for item in about["ffns"])
-    widths = ", ".join(f"{before} → {after}" for before, after in changes)
+    changes: dict[int, set[int]] = {}
+    for item in about["ffns"]:
+        changes.setdefault(item["width_before"], set()).add(len(item["kept"]))
+    widths = ", ".join(f"{before} → {' to '.join(map(str, _ends(after)))}" for before, after in changes.items())
     origin = model["title"] + (f" at commit {model['commit']}" if model["commit"] else "")
     note = f" (dense here is {model['note']})" if model["note"] else ""
     table = "\n".join(
@@ -60,7 +62,7 @@ Verified at export: {verified["tensors"]} tensors equal the expected slices{valu
 
 ## Load
 
-{_loader(about["trust_remote_code"])}:
+{_loader(about)}:
 
 ```python
 {load_command("this-folder", about["trust_remote_code"])}
@@ -69,6 +71,11 @@ Verified at export: {verified["tensors"]} tensors equal the expected slices{valu
 `kvprune.json` holds the whole recipe, the kept slots of every layer, and versions.
 {"The base model's card is BASE_README.md." if base.is_file() else ""}
 """
+
+
+def _ends(widths: set[int]) -> list[int]:
+    """The only one, or smallest and largest."""
+    return sorted({min(widths), max(widths)})
 
 
 def _texts(sources: list[dict[str, Any]]) -> str:
@@ -91,8 +98,10 @@ def _refit(about: dict[str, Any]) -> str:
     )
 
 
-def _loader(trust_remote_code: bool) -> str:
-    return "It needs its own code" if trust_remote_code else "Stock transformers loads it, without remote code"
+def _loader(about: dict[str, Any]) -> str:
+    if not about["trust_remote_code"]:
+        return "Stock transformers loads it, without remote code"
+    return f"It needs its own code, which `trust_remote_code=True` runs ({about['loads']})"
 
 
 def _base_fields(base: Path) -> dict[str, Any]:

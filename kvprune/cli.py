@@ -271,8 +271,15 @@ def _plan_text(made: Any, arguments: argparse.Namespace) -> str:
     end = "dry run: nothing written" if arguments.dry_run else f"next: kvprune {following} {arguments.folder}"
     return (
         f"{lines}\nrequested {budget_words(made.budget)}, in multiples of round_to {round_to}\n"
-        f"{budget_table(asdict(made.before), asdict(made.after))}\n{end}"
+        f"{budget_table(asdict(made.before), asdict(made.after))}\n{made.loads}\n{_validated(made)}{end}"
     )
+
+
+def _validated(made: Any) -> str:
+    if not made.validated:
+        return ""
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in made.validated.items())
+    return f"loss with removed slots masked: {losses}\n"
 
 
 def _results_text(results: dict[str, Any], run: str, trust_remote_code: bool) -> str:

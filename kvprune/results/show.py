@@ -44,6 +44,7 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
             "budget": plan.budget,
             "before": asdict(plan.before),
             "after": asdict(plan.after),
+            "loads": plan.loads,
             "ffns": [
                 {
                     "name": ffn.name,
@@ -113,7 +114,7 @@ def render(about: dict[str, Any]) -> str:
         parts += ["", f"plan: requested {budget_words(plan['budget'])}"]
         parts += [f"  {line}" for line in width_lines(plan["ffns"])]
         parts += [f"guarded slots (rare giants): {guarded}"] if guarded else []
-        parts += [budget_table(plan["before"], plan["after"])]
+        parts += [budget_table(plan["before"], plan["after"]), plan["loads"]]
     if "refit" in about:
         parts += ["", refit_table(about["refit"])]
     if "checkpoint" in about:

@@ -4,6 +4,8 @@ from typing import Any
 
 from kvprune.artifacts import UNITS
 
+MOST_WIDTHS = 128  # that are told one by one
+
 
 def grid(rows: list[list[str]]) -> str:
     """Align columns: the first to the left, the others to the right."""
@@ -29,12 +31,16 @@ def budget_table(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 def width_lines(ffns: list[dict[str, Any]]) -> list[str]:
-    """Of plain FFN plans (before, after, tokens): one line for each change of width, and one for unused experts."""
-    changes: dict[tuple[int, int], int] = {}
+    """Of plain FFN plans (name, before, after, tokens): a line for each width, and one for unused experts."""
+    changes: dict[int, list[int]] = {}
     for ffn in ffns:
-        change = (ffn["before"], ffn["after"])
-        changes[change] = changes.get(change, 0) + 1
-    lines = [f"width {before} -> {after} in {count} FFNs" for (before, after), count in changes.items()]
+        changes.setdefault(ffn["before"], []).append(ffn["after"])
+    lines = []
+    for before, afters in changes.items():
+        some = sorted(set(afters))
+        to = str(some[0]) if len(some) == 1 else f"{some[0]} to {some[-1]}"
+        each = "" if len(some) == 1 or len(afters) > MOST_WIDTHS else f": {' '.join(map(str, afters))}"
+        lines.append(f"width {before} -> {to} in {len(afters)} FFNs{each}")
     unused = [ffn["name"] for ffn in ffns if not ffn["tokens"]]
     more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
     return lines + ([f"no token was routed to {unused[0]}{more}: their scores say nothing"] if unused else [])
