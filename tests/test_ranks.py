@@ -23,6 +23,7 @@ from kvprune.ranks import Ranks
 from kvprune.recipe import dump_recipe, make_recipe
 from kvprune.schema import Recipe
 from tests.conftest import recipe_data, tiny_config, tiny_model, tiny_tokenizer, words
+from tests.families import family_config
 
 LAYERS = 4
 TOKENS = 2048
@@ -30,7 +31,10 @@ OPTIONS = kvprune.Options(batch_size=3)  # 64 sequences in 22 batches, the last 
 UNEVEN = kvprune.Options(batch_size=16)  # in 4 batches: a rank has more than another
 FEW = kvprune.Options(batch_size=32)  # in 2 batches: none for a third rank
 WHOLE = ("histogram", "peak_histogram", "maximum", "tokens", "sequences", "value_norm", "key_norm")
-SCALES = {"total": "total_abs", "total_abs": "total_abs", "total_square": "total_square", "sequence_norms": "total_abs"}
+SCALES = {name: name for name in ("total_abs", "total_square", "gate_total")} | {
+    "total": "total_abs",
+    "sequence_norms": "total_abs",
+}
 
 # Rank 1 is killed with the states of its third layer on disk, and nothing said of that layer yet.
 KILLED = """
@@ -96,24 +100,26 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of four layers, a text and a recipe of both."""
+    """A folder with a model of four layers, one with experts, a text, and a recipe of each."""
     folder = tmp_path_factory.mktemp("ranks")
-    tiny_model(tiny_config("gemma3", num_hidden_layers=LAYERS)).save_pretrained(folder / "dense")
-    tiny_tokenizer().save_pretrained(folder / "dense")
     (folder / "text.txt").write_text(words(3000), encoding="utf-8")
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe_of(folder)))
+    configs = {"dense": tiny_config("gemma3", num_hidden_layers=LAYERS), "mixture": family_config("qwen2_moe")}
+    for name, config in configs.items():
+        tiny_model(config).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+        (folder / f"{name}.yaml").write_text(dump_recipe(recipe_of(folder, name)))
     return folder
 
 
-def recipe_of(base: Path) -> Recipe:
-    data = recipe_data(base / "dense", base / "text.txt")
+def recipe_of(base: Path, model: str = "dense") -> Recipe:
+    data = recipe_data(base / model, base / "text.txt")
     return make_recipe({**data, "calibrate": {**data["calibrate"], "tokens": TOKENS}})
 
 
-def alone(base: Path, options: kvprune.Options) -> dict[str, torch.Tensor]:
+def alone(base: Path, options: kvprune.Options, model: str = "dense") -> dict[str, torch.Tensor]:
     """The statistics of one process."""
-    run = base / f"alone-{options.batch_size}"
-    kvprune.calibrate(recipe_of(base), run, options=options)
+    run = base / (f"alone-{options.batch_size}" if model == "dense" else f"alone-{model}")
+    kvprune.calibrate(recipe_of(base, model), run, options=options)
     return load_file(RunFolder(run).stats)
 
 
@@ -131,10 +137,10 @@ def assert_counted_alike(run: Path, expected: dict[str, torch.Tensor], processes
     assert sorted(path.name for path in run.iterdir()) == ["recipe.yaml", "stats.safetensors"]
 
 
-def calibrating(base: Path, run: Path, options: kvprune.Options, *more: str) -> list[str]:
+def calibrating(base: Path, run: Path, options: kvprune.Options, *more: str, model: str = "dense") -> list[str]:
     """A command line."""
     where = ["-o", str(run), "--batch-size", str(options.batch_size), *more]
-    return ["calibrate", str(base / "recipe.yaml"), *where]
+    return ["calibrate", str(base / f"{model}.yaml"), *where]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +171,7 @@ def test_what_a_killed_process_leaves_is_no_result_and_spoils_none(
     assert killed.returncode
     assert sorted(path.name for path in (base / "left").iterdir()) == [".walk", "recipe.yaml"]
     expected = alone(base, OPTIONS)
-    kvprune.calibrate(base / "recipe.yaml", base / "left", options=OPTIONS)
+    kvprune.calibrate(base / "dense.yaml", base / "left", options=OPTIONS)
     assert_counted_alike(base / "left", expected, 1)
     assert (base / "left/stats.safetensors").read_bytes() == (base / "alone-3/stats.safetensors").read_bytes()
 
@@ -186,7 +192,7 @@ def test_what_one_process_does_is_refused_to_several(
     alone(base, OPTIONS)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    where = [str(base / "recipe.yaml"), "-o", str(base / "refused")] if verb == "run" else [str(base / "alone-3")]
+    where = [str(base / "dense.yaml"), "-o", str(base / "refused")] if verb == "run" else [str(base / "alone-3")]
     assert main([verb, *where]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -195,17 +201,17 @@ def test_what_one_process_does_is_refused_to_several(
     assert not (base / "alone-3/plan.json").exists()
 
 
-def planned(base: Path, name: str) -> Path:
+def planned(base: Path, name: str, model: str) -> Path:
     """A run that is calibrated and planned."""
-    kvprune.calibrate(recipe_of(base), base / name, options=OPTIONS)
+    kvprune.calibrate(recipe_of(base, model), base / name, options=OPTIONS)
     kvprune.plan(base / name)
     return base / name
 
 
-def assert_refitted_alike(run: Path, other: Path) -> None:
+def assert_refitted_alike(run: Path, other: Path) -> list[str]:
+    """Returns what was refitted."""
     found, expected = (load_file(RunFolder(place).values) for place in (run, other))
     assert found.keys() == expected.keys()
-    assert len(found) == LAYERS
     for name, tensor in found.items():
         assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-4 * float(expected[name].abs().max())), name
     reports = [read_meta(RunFolder(place).values)["ffns"] for place in (run, other)]
@@ -215,24 +221,27 @@ def assert_refitted_alike(run: Path, other: Path) -> None:
             assert mine.pop(error) == pytest.approx(theirs.pop(error), rel=1e-3)
         assert mine == theirs
     assert not (run / ".walk").exists()
+    return list(found)
 
 
-def refitted(base: Path, method: str, options: kvprune.Options) -> tuple[Path, list[str]]:
-    """A run refitted by one process, and the command line for doing the same to a copy, `method`-ranks."""
-    run = planned(base, method)
-    shutil.copytree(run, base / f"{method}-ranks")
+def refitted(
+    base: Path, name: str, method: str, options: kvprune.Options, model: str = "dense"
+) -> tuple[Path, list[str]]:
+    """A run refitted by one process, and the command line for doing the same to a copy, `name`-ranks."""
+    run = planned(base, name, model)
+    shutil.copytree(run, base / f"{name}-ranks")
     kvprune.refit(run, overrides=[f"refit.method={method}"], options=options)
     how = ["--set", f"refit.method={method}", "--batch-size", str(options.batch_size)]
-    return run, ["refit", str(base / f"{method}-ranks"), *how]
+    return run, ["refit", str(base / f"{name}-ranks"), *how]
 
 
 def test_a_refit_by_two_processes_is_that_of_one(base: Path) -> None:
-    run, command = refitted(base, "oneshot", OPTIONS)
+    run, command = refitted(base, "oneshot", "oneshot", OPTIONS)
     done = torchrun(2, "-m", "kvprune", *command, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     assert len(json.loads(done.stdout)["ffns"]) == LAYERS
-    assert_refitted_alike(base / "oneshot-ranks", run)
+    assert len(assert_refitted_alike(base / "oneshot-ranks", run)) == LAYERS
 
 
 def test_three_processes_share_few_batches_in_memory_and_on_disk(base: Path) -> None:
@@ -245,7 +254,8 @@ def test_three_processes_share_few_batches_in_memory_and_on_disk(base: Path) -> 
         whole=False,
     )
     disk = ["--memory", str(needed.least), "--hidden-cache", str(base / "cache")]
-    run, command = refitted(base, "sequential", UNEVEN)
+    run, command = refitted(base, "sequential", "sequential", UNEVEN)
+    mixed, mend_experts = refitted(base, "mixed", "sequential", UNEVEN, "mixture")
     commands = [
         (True, calibrating(base, base / "uneven", UNEVEN)),
         (True, calibrating(base, base / "few", FEW)),
@@ -253,6 +263,8 @@ def test_three_processes_share_few_batches_in_memory_and_on_disk(base: Path) -> 
         (False, calibrating(base, base / "forwards", FEW)),
         (True, command),
         (True, command),
+        (True, calibrating(base, base / "experts", FEW, model="mixture")),
+        (True, mend_experts),
     ]
     (base / "many.py").write_text(MANY)
     ports = free_ports(len(commands))
@@ -267,5 +279,7 @@ def test_three_processes_share_few_batches_in_memory_and_on_disk(base: Path) -> 
         assert_counted_alike(base / name, alone(base, FEW), 3)
     assert (base / "few/stats.safetensors").read_bytes() == (base / "disk/stats.safetensors").read_bytes()
     assert list((base / "cache").iterdir()) == []
-    assert_refitted_alike(base / "sequential-ranks", run)
+    assert len(assert_refitted_alike(base / "sequential-ranks", run)) == LAYERS
     assert "refit: done before, current" in done.stderr
+    assert_counted_alike(base / "experts", alone(base, FEW, "mixture"), 3)
+    assert [name for name in assert_refitted_alike(base / "mixed-ranks", mixed) if ".experts." in name]

@@ -5,7 +5,7 @@ more of them, expert by expert. A probe holds its result equal to the class's ow
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,23 +29,27 @@ See = Callable[[Ffn, Seen], None]
 
 
 def run_experts(module: nn.Module, ffns: Sequence[Ffn], see: See, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `module`, which holds the experts `ffns`, makes of its arguments, each expert's tokens shown to `see`.
+    """What `module` makes of its arguments, the tokens of those of its experts that are `ffns` shown to `see`.
 
     Arguments are hidden states `[tokens, hidden]`, and the experts `[tokens, k]` of each token with their weights; or,
     where a class lets every expert run on all tokens, only their inputs, one expert after the other.
     """
     hidden, *routed = (*args, *kwargs.values())
+    shown = {ffn.expert: ffn for ffn in ffns}
+    count = len(getattr(module, ffns[0].value.name.rpartition(".")[2]))
+    every = [shown.get(expert) or replace(ffns[0], expert=expert) for expert in range(count)]
     if not routed:
-        return _run_on_all(module, ffns, see, hidden)
+        return _run_on_all(module, every, lambda ffn, seen: see(ffn, seen) if ffn.expert in shown else None, hidden)
     index, weights = routed
     out = torch.zeros_like(hidden)
-    for ffn in ffns:
+    for ffn in every:
         tokens, place = torch.where(index == ffn.expert)
         if not len(tokens):
             continue
         gates = weights[tokens, place]
         h, y = _run_one(module, ffn, hidden[tokens])
-        see(ffn, Seen(h, y, h, tokens, gates))
+        if ffn.expert in shown:
+            see(ffn, Seen(h, y, h, tokens, gates))
         out.index_add_(0, tokens, (y * gates[:, None]).to(out.dtype))
     return out
 

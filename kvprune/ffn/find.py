@@ -30,7 +30,7 @@ class Refused:
     def of_experts(self, model: nn.Module) -> bool:
         """Whether it is about stacks of experts."""
         owners = {name.rpartition(".")[0] for name in self.names if model.get_parameter(name).ndim == 3}
-        return any("Conv" not in type(model.get_submodule(owner)).__name__ for owner in owners)
+        return any("expert" in type(model.get_submodule(owner)).__name__.lower() for owner in owners)
 
 
 def find_layout(config: Any, *, trust_remote_code: bool = False) -> Layout:
