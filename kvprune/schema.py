@@ -120,7 +120,7 @@ class PlanSection(BaseModel):
     guard: bool | None = None
     budget: Budget = Budget(keep=0.8)
     allocation: Literal["uniform", "global", "sensitivity"] = "uniform"
-    round_to: Annotated[int, Field(ge=1)] | Literal["gguf", "vllm", "moe"] = 128
+    round_to: int | str = 128
     floor: Annotated[int, Field(ge=1)] = 1
     protect: dict[Annotated[int, Field(ge=0), BeforeValidator(_layer)], list[Annotated[int, Field(ge=0)]]] = {}
 
@@ -136,6 +136,13 @@ class PlanSection(BaseModel):
         score = info.data.get("score", reader)
         if value is not None and score != reader:
             raise ValueError(f"is read by score {reader} only, and the score is {score}: remove it")
+        return value
+
+    @field_validator("round_to", mode="before")
+    @classmethod
+    def _a_step_or_its_name(cls, value: object) -> object:
+        if not (value in ROUND_TO if isinstance(value, str) else type(value) is int and value > 0):
+            raise ValueError(f"should be a whole number, 1 or more, or one of {', '.join(ROUND_TO)}")
         return value
 
     @field_validator("allocation")

@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "encoder-decoder model": (of_type("t5"), "not a causal language model"),
     "FFN of a fixed width": (of_type("bloom"), "no field of config.json sets the width of an FFN"),
     "coupled slots": (of_type("bitnet"), "BitNetMLP couples its slots"),
-    "experts of a width without kernels": (mixture, "plan.round_to: experts' width 12 is no multiple of 8"),
+    "experts of a width without kernels": (mixture, "plan.round_to: width 12 of experts is no multiple of 8"),
     "weights of another model": (of_type("phi3"), "no weight file holds model.layers.0.mlp.gate_up_proj.weight"),
     "multimodal model": (lambda folder: edit_config(folder, model_type="llava"), "not a causal language model"),
     "tokenizer missing": (no_tokenizer, "its tokenizer does not load"),

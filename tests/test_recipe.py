@@ -95,7 +95,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "r: evaluate.tasks: should be a valid list, got 'builtin'",
         "r: plan.budget.keep: should be greater than 0, got 0",
         "r: plan.score: should be 'wanda', 'fire_rate', 'contribution', 'fluctuation', 'activation_norm', "
-        "'reconstruction', 'greedy', 'weight_norm' or 'random', got 'wnda'",
+        "'reconstruction', 'greedy', 'taylor', 'weight_norm' or 'random', got 'wnda'",
         "r: zzz: unknown key. Allowed: model, dtype, calibrate, plan, refit, evaluate",
     ]
 
@@ -118,8 +118,19 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"plan": {"budget": {"keep": float("nan")}}}, "plan.budget.keep: should be "),
         ({"plan": {"budget": {"kep": 0.5}}}, "plan.budget.kep: unknown key. Did you mean keep? Allowed: keep, "),
         ({"plan": {"budget": {"params": 1.5}}}, "plan.budget.params: should be a valid integer"),
-        ({"plan": {"round_to": 0}}, "plan.round_to: should be greater than or equal to 1, got 0"),
-        ({"plan": {"allocation": "global"}}, "plan.allocation: should be 'uniform', got 'global'"),
+        (
+            {"plan": {"round_to": 0}},
+            "plan.round_to: should be a whole number, 1 or more, or one of gguf, vllm, moe, got 0",
+        ),
+        (
+            {"plan": {"round_to": "awq"}},
+            "plan.round_to: should be a whole number, 1 or more, or one of gguf, vllm, moe",
+        ),
+        ({"plan": {"round_to": True}}, "plan.round_to: should be a whole number, 1 or more, or one of gguf, vllm, moe"),
+        (
+            {"plan": {"allocation": "local"}},
+            "plan.allocation: should be 'uniform', 'global' or 'sensitivity', got 'local'",
+        ),
         ({"plan": {"guard": 1}}, "plan.guard: should be a valid boolean, got 1"),
         ({"plan": {"protect": {-1: [0]}}}, "plan.protect.-1: should be greater than or equal to 0, got -1"),
         ({"plan": {"protect": {"first": [0]}}}, "plan.protect.first: should be a valid integer, got 'first'"),

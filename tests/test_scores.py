@@ -140,6 +140,7 @@ def test_a_silent_slot_scores_nothing(name: Score) -> None:
 def test_nothing_counted_is_finite(name: Score) -> None:
     stats = empty_stats(*norms())
     stats.removal_cost, stats.removal_turn = elimination(mirror(empty_gram(SLOTS, 0)), torch.diag(norms()[0]))
+    stats.gradient = torch.zeros_like(stats.total)
     assert bool(torch.isfinite(score(name, stats)).all())
 
 

@@ -78,7 +78,7 @@ def with_field(config: Any, name: str, value: Any) -> Any:
 def candidates(config: Any, model: nn.Module) -> Iterator[tuple[str, int | None]]:
     """Fields of the text model that may set a width: numbers of which a dimension of the model is a small multiple.
 
-    Or None, which may stand for a multiple of the hidden size (GPT-2's n_inner).
+    Or None, which may stand for a multiple of the hidden size, as in GPT-2.
     """
     sizes = {size for parameter in model.parameters() if parameter.ndim > 1 for size in parameter.shape}
     prefix = text_prefix(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprune.artifacts import FfnPlan, Plan, Size, budget_words, provenance
 from kvprune.dense import Dense
-from kvprune.errors import KvpruneError
+from kvprune.errors import KvpruneError, naming
 from kvprune.ffn.allocate import Limit, allocate, curve_worth, score_worth, units_of
 from kvprune.ffn.layout import Ffn, Field, Layout
 from kvprune.ffn.scores import SCORES, giants
@@ -159,14 +159,10 @@ Curves = dict[str, dict[int, float]]  # losses by units and values of their fiel
 
 
 def slot_scores(section: PlanSection, layout: Layout, stats: list[FfnStats]) -> Scores:
-    """Scores of all slots. Raises KvpruneError where one is not finite."""
+    """Scores of all slots."""
     found = {}
     for index, (ffn, item) in enumerate(zip(layout.ffns, stats, strict=True)):
-        scores = SCORES[section.score](item, section, index).double()
-        if not bool(torch.isfinite(scores).all()):
-            slot = int((~torch.isfinite(scores)).nonzero()[0])
-            raise KvpruneError(f"{ffn.name}: slot {slot} has a score that is not finite")
-        found[ffn.name] = scores
+        found[ffn.name] = SCORES[section.score](item, section, index).double()
     return found
 
 
@@ -193,7 +189,8 @@ def make_plan(
         protected = protected_slots(section, layout, ffn)
         guarded = [slot for slot in giants(item) if slot not in protected] if section.guard else []
         guarded = sorted(guarded[: width - len(protected)])
-        kept = best_slots(scores[ffn.name], width, [*protected, *guarded])
+        with naming(ffn.name):
+            kept = best_slots(scores[ffn.name], width, [*protected, *guarded])
         ffns.append(FfnPlan(ffn.name, ffn.width, kept, guarded, protected, int(item.tokens)))
     return Plan(
         provenance=provenance("plan", stage_recipe(recipe, "plan"), {"stats": stats_digest}),
@@ -249,6 +246,8 @@ def layer_fields(layout: Layout, widths: Sequence[int]) -> list[dict[str, int]]:
 
 def best_slots(scores: Tensor, width: int, always: list[int]) -> list[int]:
     """The `width` slots with the highest of `scores` `[slots]`, `always` first, sorted by number."""
+    if not bool(torch.isfinite(scores).all()):
+        raise KvpruneError(f"slot {int((~torch.isfinite(scores)).nonzero()[0])} has a score that is not finite")
     ranked = scores.clone()
     ranked[always] = math.inf
     return sorted(torch.argsort(ranked, descending=True, stable=True)[:width].tolist())
