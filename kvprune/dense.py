@@ -54,7 +54,7 @@ class Dense:
             self.config,
             thin_config(self.config, self.layout),
             self.layout.layers,
-            reader(self.checkpoint, self.pieces, setup.dtype, setup.device),
+            reader(self.checkpoint, self.pieces, setup.device),
             set(self.pieces),
             setup,
             trust_remote_code=self.trust_remote_code,
@@ -65,12 +65,12 @@ class Dense:
 
     def slim_walker(self, setup: Setup, kept: list[list[int]]) -> Walker:
         """The model with only the `kept` slots of each FFN, to be walked like the dense one."""
-        whole = reader(self.checkpoint, self.pieces, setup.dtype, setup.device)
+        whole = reader(self.checkpoint, self.pieces, setup.device)
         cuts = kept_indices([Kept(ffn, slots) for ffn, slots in zip(self.layout.ffns, kept, strict=True)])
         stacked = {param.name for ffn in self.layout.ffns if ffn.expert is not None for param in ffn.cuts()}
 
-        def read(name: str) -> Tensor:
-            tensor = whole(name)
+        def read(name: str, dtype: torch.dtype) -> Tensor:
+            tensor = whole(name, dtype)
             return cut_tensor(tensor, *cuts[name], stacked=name in stacked) if name in cuts else tensor
 
         known = set(self.pieces)

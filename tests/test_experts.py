@@ -181,12 +181,14 @@ def test_watched_experts_make_what_the_class_itself_makes_and_show_how(kind: str
     with torch.inference_mode():
         calls = called(model, list(mixtures), tokens())
         for name, (args, expected) in calls.items():
-            module, shown = model.get_submodule(name), list[tuple[Ffn, Seen]]()
+            module, shown, alone = model.get_submodule(name), list[tuple[Ffn, Seen]](), list[Ffn]()
             with watched(model, mixtures[name], lambda ffn, seen, shown=shown: shown.append((ffn, seen))):  # type: ignore[misc]
                 got = module(*args)
             assert "forward" not in vars(module)
             scale = float(expected.abs().max())
             assert torch.allclose(got, expected, atol=1e-5 * scale)
+            with watched(model, mixtures[name][1:2], lambda ffn, _, alone=alone: alone.append(ffn)):  # type: ignore[misc]
+                assert torch.equal(module(*args), got)
             parts = torch.zeros_like(expected.view(-1, SEQUENCES * LENGTH, expected.shape[-1]))
             for ffn, seen in shown:
                 assert seen.tokens is not None
@@ -196,6 +198,7 @@ def test_watched_experts_make_what_the_class_itself_makes_and_show_how(kind: str
                 assert torch.allclose(seen.y, y, atol=1e-5 * float(y.abs().max()))
                 mine = parts[ffn.expert if len(parts) > 1 else 0]  # Llama 4 has a part for each expert
                 mine.index_add_(0, seen.tokens, y if seen.gates is None else seen.gates[:, None] * y)
+            assert alone == [ffn for ffn, _ in shown if ffn.expert == 1]
             assert torch.allclose(parts.view(expected.shape), expected, atol=1e-5 * scale)
 
 

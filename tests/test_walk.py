@@ -220,7 +220,7 @@ class OddForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         super().__init__(config)
         self.model = OddModel(config)
         if config.odd == "float32":
-            self._keep_in_fp32_modules_strict = {"lm_head"}
+            self._keep_in_fp32_modules_strict = {"layers.1.mlp.up_proj", "norm"}
         self.post_init()
 
 
@@ -235,7 +235,6 @@ def odd_model(folder: Path, odd: str, dtype: torch.dtype) -> Path:
 REASONS = {
     "tokens": "what its layers are called with depends on the tokens",
     "between": "something happens between its layers",
-    "float32": "transformers keeps some of its modules in float32 (lm_head)",
 }
 
 
@@ -244,7 +243,7 @@ def test_a_model_that_cannot_be_walked_is_counted_by_forwards(
     odd: str, tmp_path: Path, text: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("kvprune"), "propagate", True)
-    dtype = torch.bfloat16 if odd == "float32" else torch.float32
+    dtype = torch.float32
     folder = odd_model(tmp_path / "dense", odd, dtype)
     with pytest.raises(CannotWalkError) as refused:
         open_dense(str(folder)).walker(Setup("cpu", dtype, BATCH), LENGTH)
@@ -257,6 +256,18 @@ def test_a_model_that_cannot_be_walked_is_counted_by_forwards(
         kvprune.calibrate(recipe_of(folder, text, collect=GRAM), tmp_path / "gram")
     assert REASONS[odd] in str(without_gram.value)
     assert not (tmp_path / "gram").exists()
+
+
+def test_what_transformers_keeps_in_float32_is_run_in_it(tmp_path: Path) -> None:
+    dense = open_dense(str(odd_model(tmp_path / "dense", "float32", torch.bfloat16)))
+    walker = dense.walker(Setup("cpu", torch.bfloat16, BATCH), LENGTH)
+    loaded = dense.load("bfloat16", "cpu")
+    for index in range(len(walker.layers)):
+        with walker.filled(index) as layer:
+            kinds = {name: parameter.dtype for name, parameter in layer.named_parameters()}
+            assert kinds == {name: p.dtype for name, p in loaded.model.layers[index].named_parameters()}
+            assert set(kinds.values()) == {torch.float32, torch.bfloat16}
+    assert walker.model.model.norm.weight.dtype == loaded.model.norm.weight.dtype == torch.float32
 
 
 def test_an_odd_model_in_its_ordinary_state_is_walked(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _running(model: Any, layers: tuple[str, ...], layer: str, ffns: list[Ffn]) -
             module.forward = partial(_nothing, module)
         _fill(model, wanted, generator, lambda name: not name.startswith(layers) or name.startswith(f"{layer}."))
         try:
-            hidden, calls = Walker(model, layers, model.get_parameter, "cpu").record(tokens)
+            hidden, calls = Walker(model, layers, _nothing_to_read, _single, "cpu").record(tokens)
             call = calls[layers.index(layer)]
             yield lambda: call.run(model.get_submodule(layer), hidden.clone())
         except (CannotWalkError, ValueError):
@@ -105,6 +105,14 @@ def _running(model: Any, layers: tuple[str, ...], layer: str, ffns: list[Ffn]) -
             del module.forward
         for module, parameters in before:
             module._parameters = parameters
+
+
+def _nothing_to_read(name: str, _: torch.dtype) -> Tensor:
+    raise KvpruneError(f"{name}: a probe reads no weights")
+
+
+def _single(_: str) -> torch.dtype:
+    return torch.float32
 
 
 def _nothing(module: Any, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import build_glob_alternation
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from kvprune.ffn.state import Hidden, Shelf, make_hidden
 from kvprune.ffn.stored import Pieces, read_parameter
 from kvprune.ranks import ALONE, Ranks
 
-Read = Callable[[str], Tensor]
+Read = Callable[[str, torch.dtype], Tensor]  # a parameter by its name in the model, in that type if it is a float
 
 
 class CannotWalkError(KvpruneError):
@@ -53,6 +54,7 @@ class Walker:
     model: Any
     layers: tuple[str, ...]
     read: Read
+    dtype_of: Callable[[str], torch.dtype]  # what a parameter is run in
     device: str
 
     def layer(self, index: int) -> nn.Module:
@@ -65,7 +67,8 @@ class Walker:
         """Decoder layer `index` with its weights, which it has for this long only."""
         layer = self.layer(index)
         before = [(module, {**module._parameters}, {**module._buffers}) for module in layer.modules()]
-        weights = {name: self.read(f"{self.layers[index]}.{name}") for name in layer.state_dict()}
+        names = {name: f"{self.layers[index]}.{name}" for name in layer.state_dict()}
+        weights = {name: self.read(full, self.dtype_of(full)) for name, full in names.items()}
         try:
             layer.load_state_dict(weights, assign=True)
             yield layer
@@ -118,9 +121,18 @@ class _Recorded(Exception):  # noqa: N818  (no error: the last layer is reached)
     pass
 
 
-def reader(checkpoint: Checkpoint, pieces: Pieces, dtype: torch.dtype, device: str) -> Read:
-    """Read a parameter by its name in the model: a view of the mapped file where it has this dtype and device."""
-    return lambda name: read_parameter(checkpoint, pieces[name], device, dtype)
+def reader(checkpoint: Checkpoint, pieces: Pieces, device: str) -> Read:
+    """Read a parameter by its name in the model: a view of the mapped file where it has that dtype and device."""
+    return lambda name, dtype: read_parameter(checkpoint, pieces[name], device, dtype)
+
+
+def running_types(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
+    """What each parameter is run in where the model is run in `dtype`: transformers keeps some in float32."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda _: dtype
+    kept = build_glob_alternation(list(plan))[0]
+    return lambda name: torch.float32 if kept.search(name) else dtype
 
 
 def empty_model(config: Any, thin: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
@@ -163,9 +175,7 @@ def open_walker(
     `known` are the parameters that `read` can give. Raises CannotWalkError, with the reason, where that cannot be.
     """
     model = empty_model(config, thin, setup.dtype, trust_remote_code=trust_remote_code)
-    high = set(model._keep_in_fp32_modules_strict or ()) | set(model._keep_in_fp32_modules or ())
-    if high and setup.dtype != torch.float32:
-        raise CannotWalkError(f"transformers keeps some of its modules in float32 ({', '.join(sorted(high))})")
+    dtype_of = running_types(model, setup.dtype)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(setup.device)
@@ -177,8 +187,8 @@ def open_walker(
             raise CannotWalkError(f"its weight files do not hold {name} as one tensor")
         if name.startswith(f"{model.base_model_prefix}.") and not name.startswith(within):
             owner, _, last = name.rpartition(".")
-            _set(model.get_submodule(owner), last, read(stored[0]))
-    return Walker(model, layers, read, setup.device)
+            _set(model.get_submodule(owner), last, read(stored[0], dtype_of(name)))
+    return Walker(model, layers, read, dtype_of, setup.device)
 
 
 def _tied_to(name: str, tied: dict[str, str]) -> list[str]:

@@ -83,8 +83,8 @@ class Work:
     section: Refit
     layout: Layout
     kept: dict[str, list[int]]  # slots by FFN names
-    stored: torch.dtype  # of values in the checkpoint
-    read: Read  # parameters in that type: what runs in a lower one must not lose digits on disk
+    stored: torch.dtype  # of values in the checkpoint: what runs in a lower one must not lose digits on disk
+    read: Read
     bias: bool  # whether there may be value biases
     walker: Walker
     slim_walker: Walker | None
@@ -128,7 +128,7 @@ def _open(
         layout=dense.layout,
         kept={item.name: item.kept for item in plan.ffns},
         stored=dense.stored_dtype(),
-        read=reader(dense.checkpoint, dense.pieces, dense.stored_dtype(), setup.device),
+        read=reader(dense.checkpoint, dense.pieces, setup.device),
         bias=_may_have_biases(dense, plan, section),
         walker=walker,
         slim_walker=walkers.get("slim"),
@@ -177,7 +177,7 @@ def _refit_layer(work: Work, index: int) -> tuple[dict[str, Tensor], list[dict[s
         stack.enter_context(work.walker.filled(index))
         if work.slim_walker is not None:
             stack.enter_context(work.slim_walker.filled(index))
-        stored = {name: work.read(name) for name in dict.fromkeys(ffn.value.name for ffn in ffns)}
+        stored = {name: work.read(name, work.stored) for name in dict.fromkeys(ffn.value.name for ffn in ffns)}
         distance = _is_distance(work, ffns)
         rounds = work.setup.rounds(ffns)
         for some in rounds:
@@ -294,7 +294,7 @@ def _new_values(work: Work, ffn: Ffn, values: Tensor, found: Fit) -> dict[str, T
     if found.bias is not None:
         bias = found.bias
         if ffn.value_bias is not None:
-            old = work.read(ffn.value_bias)
+            old = work.read(ffn.value_bias, work.stored)
             bias = (old if ffn.expert is None else old[ffn.expert]).to(found.bias) + found.bias
         new[ffn.bias_key] = bias.to(work.stored).cpu()
     return new
