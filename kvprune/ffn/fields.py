@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.layout import EXCEPTIONS, Ffn, Field, Layout, NotAnFfnError, Shape, assemble
@@ -31,6 +31,14 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
         raise KvpruneError(
             f"model type {config.model_type}: not a causal language model that transformers builds: {text}"
         ) from None
+
+
+def trunk(model: Any) -> tuple[str, Any]:
+    """The model without its head, and its path within `model`. Where a class does not name it: its inner model."""
+    if model.base_model is not model:
+        return model.base_model_prefix, model.base_model
+    inner = [(name, child) for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if inner else ("", model)
 
 
 def text_config(config: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprune.ffn.counting import Counters, count_seen, counted_rows
 from kvprune.ffn.experts import Seen
+from kvprune.ffn.fields import trunk
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats
 from kvprune.ffn.watching import empty_for, watched
@@ -34,7 +35,7 @@ def count_batch(
         count_seen(stats[ffn.name], seen, len(batch), batch.shape[1], skip_first, counters)
 
     with watched(model, layout.ffns, see):
-        model.base_model(input_ids=batch.to(model.device), use_cache=False)
+        trunk(model)[1](input_ids=batch.to(model.device), use_cache=False)
 
 
 @torch.inference_mode(mode=False)
@@ -76,7 +77,7 @@ def empty(model: Any, layout: Layout) -> dict[str, FfnStats]:
 
     @torch.inference_mode()
     def run() -> None:
-        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+        trunk(model)[1](input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
 
     return empty_for(model, layout.ffns, run)
 

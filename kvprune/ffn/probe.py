@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.experts import Seen, own
-from kvprune.ffn.fields import Trial
+from kvprune.ffn.fields import Trial, trunk
 from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Param, Spread
 from kvprune.ffn.walk import CannotWalkError, Walker, empty_model
 from kvprune.ffn.watching import watched
@@ -99,7 +99,7 @@ def _running(model: Any, layers: tuple[str, ...], layer: str, ffns: list[Ffn]) -
             yield lambda: call.run(model.get_submodule(layer), hidden.clone())
         except (CannotWalkError, ValueError):
             _fill(model, wanted, generator, lambda name: name.startswith(layers) and not name.startswith(f"{layer}."))
-            yield lambda: model.base_model(input_ids=tokens, use_cache=False)
+            yield lambda: trunk(model)[1](input_ids=tokens, use_cache=False)
     finally:
         for module in [embedding, *large]:
             del module.forward

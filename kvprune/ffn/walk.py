@@ -21,6 +21,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint
+from kvprune.ffn.fields import trunk
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Hidden, Shelf, make_hidden
 from kvprune.ffn.stored import Pieces, read_parameter
@@ -103,7 +104,7 @@ class Walker:
             for layer in layers:
                 layer.forward = recorder(layer is layers[-1], extras)
             try:
-                self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
+                trunk(self.model)[1](input_ids=tokens.to(self.device), use_cache=False)
             except _Recorded:
                 carried = any(item is beside for call in calls for item in (*call.args, *call.kwargs.values()))
                 if len(calls) == len(layers) and embedded[-1] is embedded[0] and not carried:
@@ -180,12 +181,14 @@ def open_walker(
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(setup.device)
     within = tuple(f"{layer}." for layer in layers)
+    path = trunk(model)[0]
+    within_trunk = f"{path}." if path else ""
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in model.state_dict():
         stored = [other for other in (name, *_tied_to(name, tied)) if other in known]
         if not stored or (name.startswith(within) and name not in known):  # of the head, too, which export needs
             raise CannotWalkError(f"its weight files do not hold {name} as one tensor")
-        if name.startswith(f"{model.base_model_prefix}.") and not name.startswith(within):
+        if name.startswith(within_trunk) and not name.startswith(within):
             owner, _, last = name.rpartition(".")
             _set(model.get_submodule(owner), last, read(stored[0], dtype_of(name)))
     return Walker(model, layers, read, dtype_of, setup.device)
