@@ -6,6 +6,7 @@ another width, and nothing else has changed.
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.layout import EXCEPTIONS, Ffn, Field, Layout, NotAnFfnError, Shape, assemble
@@ -24,13 +26,24 @@ MULTIPLES = (Fraction(1, 2), *range(1, 17))  # how wide shared experts and fused
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> Any:
     """The causal language model of `config` on the meta device. Raises KvpruneError where there is none."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), quiet():
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError, AssertionError) as error:
         text = " ".join(str(error).split())[:200]
         raise KvpruneError(
             f"model type {config.model_type}: not a causal language model that transformers builds: {text}"
         ) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What transformers remarks on a config is said when it is loaded, and not again for each model built from it."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def trunk(model: Any) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint
-from kvprune.ffn.fields import trunk
+from kvprune.ffn.fields import quiet, trunk
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.state import Hidden, Shelf, make_hidden
 from kvprune.ffn.stored import Pieces, read_parameter
@@ -150,9 +150,9 @@ def empty_model(config: Any, thin: Any, dtype: torch.dtype, *, trust_remote_code
             trust_remote_code=trust_remote_code,
         )
 
-    with torch.device("meta"):
+    with torch.device("meta"), quiet():
         model = build(config)
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), quiet():
         source = dict(build(thin).named_buffers())
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
