@@ -1,5 +1,6 @@
 """Widths by layer: budgets are met, one cut is one cut, measured curves decide, and the checkpoints load."""
 
+import gc
 import json
 import random
 import subprocess
@@ -264,3 +265,17 @@ def test_watching_one_expert_runs_them_all() -> None:
         with watched(model, [replace(layout.ffns[1])], lambda *_: None):
             seen = model(tokens).logits
     assert torch.allclose(plain, seen, atol=1e-5)
+
+
+def test_gradients_leave_nothing_behind() -> None:
+    model = tiny_model(family_config("mixtral")).requires_grad_(requires_grad=False)
+    layout = find_layout(model.config)
+    stats = empty(model, layout)
+    for item in stats.values():
+        item.gradient = torch.zeros_like(item.total)
+    counts = []
+    for _ in range(3):
+        add_gradients(model, layout, stats, torch.arange(32).view(2, 16), 1)
+        gc.collect()
+        counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
+    assert counts[0] == counts[1] == counts[2]

@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,16 +47,17 @@ def add_gradients(model: Any, layout: Layout, stats: Mapping[str, FfnStats], bat
     """
 
     def see(ffn: Ffn, seen: Seen) -> None:
-        source = seen.source.detach()
+        # Of what has a graph nothing may be held here: a tensor whose hook holds it is never freed.
+        source, tokens, rows = seen.source.detach(), seen.tokens, len(seen.h)
 
         def add(gradient: Tensor) -> None:
             effect = (source.double() * gradient.double()).flatten(0, -2)
-            if len(effect) != len(seen.h) and seen.tokens is not None:  # every expert has seen all tokens
-                effect = effect[seen.tokens]
+            if len(effect) != rows and tokens is not None:  # every expert has seen all tokens
+                effect = effect[tokens]
             total = stats[ffn.name].gradient
             assert total is not None
-            more = counted_rows(replace(seen, h=effect), batch.shape[1], skip_first).square().sum(0)
-            stats[ffn.name].gradient = total + more
+            shown = Seen(effect, effect, effect, tokens)
+            stats[ffn.name].gradient = total + counted_rows(shown, batch.shape[1], skip_first).square().sum(0)
 
         if seen.source.requires_grad:
             seen.source.register_hook(add)  # type: ignore[no-untyped-call]
