@@ -17,7 +17,7 @@ from kvprune.errors import KvpruneError
 if TYPE_CHECKING:
     import torch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LIBRARIES = ("kvprune", "torch", "transformers", "datasets", "lm_eval", "safetensors")
 
 

@@ -90,12 +90,19 @@ def _refit(about: dict[str, Any]) -> str:
     if not layers:
         return "Values are as they were, and nothing was trained."
     done = [layer for layer in layers if layer["refitted"]]
-    before, after = (sum(layer[key] for layer in layers) / len(layers) for key in ("error_before", "error_after"))
+    before, after = mean_errors(layers)
     method = about["recipe"]["refit"]["method"]
     return (
-        f"The values of the kept slots were refitted ({method}) in {len(done)} of {len(layers)} layers on the same "
+        f"The values of the kept slots were refitted ({method}) in {len(done)} of {len(layers)} FFNs on the same "
         f"tokens: mean error on held-back ones {before:.3f} before and {after:.3f} after. Nothing was trained."
     )
+
+
+def mean_errors(ffns: list[dict[str, Any]]) -> tuple[float, float]:
+    """Mean errors before and after a refit, of the FFNs that held-back tokens reach."""
+    seen = [ffn for ffn in ffns if ffn["error_before"]] or ffns
+    before, after = (sum(ffn[key] for ffn in seen) / len(seen) for key in ("error_before", "error_after"))
+    return before, after
 
 
 def _loader(about: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(
             "-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there"
         )
-    planning = verb("plan", trust, change)
+    planning = verb("plan", where, walk, trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
     for made in (
         planning,
@@ -229,14 +229,14 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
         case "run":
             assert recipe is not None
             results = pipeline.run(recipe, arguments.output, options=options)
-            return results, _results_text(results, arguments.output, arguments.trust_remote_code)
+            return results, _results_text(results, arguments.output)
         case "calibrate":
             assert recipe is not None
             stats = pipeline.calibrate(recipe, arguments.output, options=options)
             return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
         case "evaluate":
             results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
-            return results, _results_text(results, arguments.folder, arguments.trust_remote_code)
+            return results, _results_text(results, arguments.folder)
         case _:
             return _stage(arguments, options)
 
@@ -282,12 +282,13 @@ def _validated(made: Any) -> str:
     return f"loss with removed slots masked: {losses}\n"
 
 
-def _results_text(results: dict[str, Any], run: str, trust_remote_code: bool) -> str:
+def _results_text(results: dict[str, Any], run: str) -> str:
     from kvprune.card import load_command
     from kvprune.results.table import results_table
 
     note = f" (dense is {results['model']['note']})" if results["model"]["note"] else ""
-    load = "\n".join(f"  {line}" for line in load_command(str(Path(run) / "model"), trust_remote_code).splitlines())
+    trust = json.loads((Path(run) / "model" / "kvprune.json").read_text(encoding="utf-8"))["trust_remote_code"]
+    load = "\n".join(f"  {line}" for line in load_command(str(Path(run) / "model"), trust).splitlines())
     return f"{results['model']['title']}{note}\n\n{results_table(results)}\n\nload it with:\n{load}"
 
 

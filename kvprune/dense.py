@@ -1,5 +1,6 @@
 """The dense model, as far as it is known without loading weights: source, config, FFNs, and where tensors lie."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +9,15 @@ from torch import Tensor
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from kvprune.ffn.fields import meta_model, thin_config
+from kvprune.ffn.fields import meta_model, text_config, thin_config, with_field
 from kvprune.ffn.find import find_layout
 from kvprune.ffn.layout import Ffn, Layout, Shape, resize
+from kvprune.ffn.perlayer import CODE_FILE
 from kvprune.ffn.stored import Kept, Pieces, cut_tensor, kept_indices, stored_pieces, stored_shape
 from kvprune.ffn.walk import Setup, Walker, check_calls, open_walker, reader
 from kvprune.sources.models import ModelSource, fingerprint, load_config, load_model, open_model
 
+OWN_CODE = CODE_FILE.removesuffix("py")
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -32,7 +35,7 @@ class Dense:
     @property
     def text_config(self) -> Any:
         """The config of the language model: of a multimodal one, its part."""
-        return self.config.get_text_config(decoder=True)
+        return text_config(self.config)
 
     def run_dtype(self, dtype: str, device: str) -> str:
         """The type that the model is run in, for the recipe's `dtype`: auto is the stored one.
@@ -111,6 +114,16 @@ class Dense:
         kind: torch.dtype = getattr(torch, STORED[kinds.pop()])
         return kind
 
+    def check_values(self) -> None:
+        """Raise KvpruneError where a value matrix is not stored as one tensor, or one for each expert."""
+        for ffn in self.layout.ffns:
+            piece = self.pieces[ffn.value.name][0]
+            if piece.parts > 1 or piece.shares > 1:
+                raise KvpruneError(
+                    f"{self.source.title}: {ffn.value.name} is stored in parts, and refitted values cannot be written; "
+                    "set refit.method: none"
+                )
+
     def one_ffn_dtype(self) -> bool:
         """Whether all that is cut is stored in the type of the value matrices."""
         cuts = {param.name for ffn in self.layout.ffns for param in ffn.cuts()}
@@ -157,7 +170,18 @@ def open_dense(name: str, *, commit: str | None = None, trust_remote_code: bool 
     """
     source = open_model(name, commit=commit, trust_remote_code=trust_remote_code)
     config = load_config(source, trust_remote_code=trust_remote_code)
+    data = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+    if own := [place for place in (data.get("auto_map") or {}).values() if str(place).startswith(OWN_CODE)]:
+        raise KvpruneError(
+            f"{source.title}: kvprune made its widths differ by layer ({own[0]}); start from the dense model"
+        )
     layout = find_layout(config, trust_remote_code=trust_remote_code)
+    for field in layout.fields:
+        try:
+            with_field(data, field.name, field.value)
+        except (KeyError, TypeError, AttributeError):
+            text = f"{source.title}: config.json has no place for {field.name}, which sets a width"
+            raise KvpruneError(text) from None
     checkpoint = open_checkpoint(source.folder)
     pieces = stored_pieces(checkpoint, meta_model(config, trust_remote_code=trust_remote_code))
     _check_stored(source, checkpoint, pieces, layout)

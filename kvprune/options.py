@@ -54,8 +54,8 @@ def prepare(
     cache = Path(options.hidden_cache) if options.hidden_cache is not None else None
     setup = Setup(device, getattr(torch, dtype), options.batch_size, ranks, cache)
     try:
-        if stage == "plan":
-            raise CannotWalkError("losses are measured at its end")
+        if stage == "plan":  # losses are measured at the model's end
+            raise CannotWalkError("")
         if stage == "calibrate" and "gradient" in recipe.calibrate.collect:
             raise CannotWalkError("gradients pass through all of it")
         walker = dense.walker(setup, recipe.calibrate.sequence_length)
@@ -63,7 +63,7 @@ def prepare(
         walker = None
         if stage == "refit":
             raise KvpruneError(f"refit.method: values are refitted layer by layer, and {error}; use none") from None
-        if "gram" in recipe.calibrate.collect:
+        if stage == "calibrate" and "gram" in recipe.calibrate.collect:
             raise KvpruneError(f"calibrate.collect: gram is summed layer by layer, and {error}") from None
         if tell:
             log.info("calibrate: by forwards of the whole model, since %s", error)

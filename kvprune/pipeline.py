@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvprune import config as configuring
 from kvprune import preflight
 from kvprune.artifacts import (
     Plan,
@@ -212,7 +213,11 @@ def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, 
     most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
     if most is not None and 0 < most < length:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
-    widths = planning.choose_widths(recipe.plan, dense)
+    if recipe.plan.allocation == "uniform":
+        planning.check_protected(recipe.plan, dense)
+    else:
+        configuring.check_by_layer(dense, recipe.plan)
+    widths = planning.choose_widths(recipe.plan, dense)  # of another allocation about the size, in all
     before, after = (
         planning.model_size(dense, planning.ffn_widths(dense.layout, fields))
         for fields in (planning.full_widths(dense.layout), widths)
@@ -224,6 +229,9 @@ def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, 
         preflight.check_disk(place.path, after.bytes)
     if recipe.refit.method != "none":
         dense.stored_dtype()  # what refitted values must be written in
+        dense.check_values()
+    if recipe.plan.allocation == "sensitivity" and states["plan"].status != "current":
+        prepare(recipe, dense, options, launched(), "plan")
     for stage in walks:
         if states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
@@ -242,6 +250,8 @@ def _calibrate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options,
     setup, walker = prepare(recipe, dense, options, ranks, "calibrate")
     if walker is not None:
         preflight.check_states(recipe, dense, setup, place.path, stage="calibrate")
+    if ranks.first:
+        _save_recipe(place, recipe)
     tokens = ranks.tensor_of_first(_tokens(recipe, place, dense, setup, options) if ranks.first else None)
     calibrating.calibrate(recipe, dense, walker, tokens, place, setup.agreed())
 
@@ -256,7 +266,6 @@ def _tokens(recipe: Recipe, place: RunFolder, dense: Dense, setup: Setup, option
     """The calibration tokens `[sequences, sequence_length]`; the model samples them where the recipe says so."""
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     section, samples = recipe.calibrate, None
-    _save_recipe(place, recipe)
     if count := self_share(section):
         samples = self_samples(
             lambda: _load(dense, recipe, options),
@@ -297,7 +306,7 @@ def _make_plan(recipe: Recipe, place: RunFolder, dense: Dense, options: Options,
         return planning.make_plan(recipe, dense, stats, stats_digest)
     section, layout = recipe.plan, dense.layout
     setup, _ = prepare(recipe, dense, options, ALONE, "plan")
-    tokens = _tokens(recipe, place, dense, setup, options)
+    tokens = _same_tokens(recipe, place, dense, setup, options)
     model = _load(dense, recipe, options)
     units = units_of(layout, planning.field_steps(section, layout), {})
     scores = planning.slot_scores(section, layout, stats)
@@ -361,7 +370,7 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     manager = evaluating.task_manager(recipe.evaluate)
     judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
-    trust = options.trust_remote_code or exporting.is_own_code(place, dense)
+    trust = options.trust_remote_code or configuring.is_own_code(place, dense)
     results = evaluating.evaluate(recipe, dense, judge, place, options.own_device(), trust_remote_code=trust)
     _save_recipe(place, recipe)
     write_json(place.results, results)

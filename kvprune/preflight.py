@@ -31,7 +31,7 @@ def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size, widths:
     for field in layout.fields:
         log.info("%s: %s", dense.source.title, field_words(layout, field))
     for reason in layout.left:
-        log.warning("%s: a larger part stays as it is: %s", dense.source.title, reason)
+        log.warning("%s: experts stay as they are: %s", dense.source.title, reason)
     if bare := [index for index in range(len(layout.layers)) if not layout.in_layer(index)]:
         log.info("%d of %d layers have no FFN that can be slimmed", len(bare), len(layout.layers))
     log.info("parameters: %s in FFNs, %s outside", f"{before.ffn_params:,}", f"{outside:,}")
@@ -131,7 +131,8 @@ def check_memory(
     if tell:
         log.info("memory on %s: about %s (%s)%s; %s free", setup.device, _gib(needed.least), parts, where, _gib(free))
     if needed.least <= allowed:
-        spare = allowed - needed.least - (needed.hidden if in_memory else 0)
+        on_host = setup.device.startswith("cuda")  # where hidden states are, in that case
+        spare = allowed - needed.least - (needed.hidden if in_memory and not on_host else 0)
         most = len(dense.layout.ffns)
         return in_memory, min(most, 1 + int(SPARE_SHARE * max(spare, 0)) // needed.grams) if needed.grams else most
     limited = limit == allowed

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 
 from kvprune.artifacts import FfnPlan, Plan, Size, fsync
+from kvprune.config import write_config
 from kvprune.dense import Dense, open_dense
 from kvprune.ffn.counting import make_counters
 from kvprune.ffn.forwards import count_batch, empty
 from kvprune.schema import Calibrate
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.sources.texts import sequences
-from kvprune.stages.export import carry_over, make_changes, write_config, write_weights
+from kvprune.stages.export import carry_over, make_changes, write_weights
 from kvprune.stages.plan import layer_fields
 
 

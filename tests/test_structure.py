@@ -17,6 +17,7 @@ ROOMS = [
     ["recipe", "artifacts", "card"],
     ["sources", "ffn"],
     ["dense", "staleness"],
+    ["config", "inspect"],
     ["stages"],
     ["results"],
     ["preflight"],
@@ -24,7 +25,7 @@ ROOMS = [
     ["pipeline"],
     ["cli"],
 ]
-INSIDE = {"sources", "ffn", "results"}
+INSIDE = {"sources", "ffn", "inspect", "results"}
 
 
 def room_of(name: str) -> str:

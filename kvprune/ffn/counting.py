@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvprune.errors import KvpruneError
 from kvprune.ffn.experts import Seen
 from kvprune.ffn.stats import BINS, LOWEST_EXPONENT, PEAK_BINS, FfnStats, add, empty_stats
 
@@ -88,7 +89,9 @@ class Part:
 def by_sequence(seen: Seen, sequences: int, length: int, skip_first: int) -> list[Part]:
     """What a batch of `sequences` of `length` shows, cut into its sequences; of an expert, those that it is used in."""
     if seen.tokens is None:
-        return [Part(h, skip_first) for h in seen.h.view(sequences, length, -1)]
+        if len(seen.h) != sequences * length:
+            raise KvpruneError(f"{len(seen.h)} rows reach an FFN where there are {sequences * length} tokens")
+        return [Part(h, skip_first) for h in seen.h.view(sequences, length, seen.h.shape[-1])]
     ends = torch.searchsorted(seen.tokens, torch.arange(1, sequences, device=seen.tokens.device) * length)
     cuts = ends.tolist()
     skipped = (seen.tokens % length < skip_first).tensor_split(cuts)

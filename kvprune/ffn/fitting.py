@@ -73,7 +73,7 @@ def add_seen(sums: Sums, seen: Seen, y: Tensor, rest: Tensor | None, weights: Te
 
 @dataclass(frozen=True)
 class Gathered:
-    """Of one layer: the problems over fitted and over held-back tokens, and what the dense FFN writes on the latter."""
+    """Of one FFN: the problems over fitted and over held-back tokens, and what the dense FFN writes on the latter."""
 
     fitted: Problem
     held: Problem

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvprune.errors import KvpruneError
 from kvprune.ffn.counting import Counters, count_seen, counted_rows
 from kvprune.ffn.experts import Seen
 from kvprune.ffn.fields import trunk
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats
 from kvprune.ffn.watching import empty_for, watched
+from kvprune.sources.models import is_out_of_memory
 
 SECONDS_BETWEEN_SAVES = 60.0
 
@@ -62,12 +64,21 @@ def add_gradients(model: Any, layout: Layout, stats: Mapping[str, FfnStats], bat
         if seen.source.requires_grad:
             seen.source.register_hook(add)  # type: ignore[no-untyped-call]
 
-    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, output: output.requires_grad_())
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_().clone()  # a model may change it in place
+    )
     try:
         with watched(model, layout.ffns, see):
             for sequence in batch.to(model.device):
                 logits = model(input_ids=sequence[None], use_cache=False).logits[0, :-1]
                 torch.nn.functional.cross_entropy(logits.float(), sequence[1:], reduction="sum").backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise KvpruneError(
+            f"calibrate.collect: no gradients can be taken through {type(model).__name__}: {text}"
+        ) from None
     finally:
         handle.remove()
 

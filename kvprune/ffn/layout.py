@@ -1,6 +1,6 @@
 """What an FFN is made of: which parameters hold its keys and values, and how slots lie in them.
 
-The only file that knows how architectures build FFNs. It knows shapes, not names of models:
+With experts.py the only file that knows how architectures build FFNs. It knows shapes, not names of models:
 
 * a linear map with slots on its output is a key, one with slots on its input a value (nn.Linear, or Conv1D, whose
   weight is transposed); keys and value may be children of one module, siblings, or inline in the decoder layer
@@ -130,7 +130,7 @@ class Layout:
     ffns: tuple[Ffn, ...]
     layers: tuple[str, ...]  # all decoder layers; a layer may hold any number of FFNs
     fields: tuple[Field, ...]
-    left: tuple[str, ...]  # why parts that are larger than all of these FFNs, and look like such, stay as they are
+    left: tuple[str, ...]  # why other stacks of experts stay as they are
     bias_field: str | None  # a switch that gives every matrix of every FFN a bias, and nothing else, where there is one
     total_params: int
 

@@ -10,6 +10,7 @@ from string import Template
 from typing import Any
 
 from kvprune.errors import KvpruneError
+from kvprune.ffn.fields import text_config
 
 CODE_FILE = "modeling_kvprune.py"
 AUTO_CLASS = "AutoModelForCausalLM"
@@ -90,6 +91,11 @@ def class_name(base_class: type) -> str:
     return f"Kvprune{base_class.__name__}"
 
 
+def own_auto_map(base_class: type) -> dict[str, str]:
+    """What config.json says of where the generated class is."""
+    return {AUTO_CLASS: f"{CODE_FILE.removesuffix('.py')}.{class_name(base_class)}"}
+
+
 def modeling_code(base_class: type, layers: str) -> str:
     """The source of modeling_kvprune.py for a stock class; `layers` is the path of its list of decoder layers.
 
@@ -116,7 +122,7 @@ def per_layer_config(config: dict[str, Any], widths: list[dict[str, int]], base_
     """
     slim = copy.deepcopy(config)
     full = _config_of(config)
-    if len(widths) != (count := full.get_text_config().num_hidden_layers):
+    if len(widths) != (count := _layer_count(full)):
         raise KvpruneError(f"model type {full.model_type}: {count} layers, and widths for {len(widths)}")
     digits = len(str(count - 1))  # padded, so that sorted keys are in the order of the layers
     written = False
@@ -131,8 +137,8 @@ def per_layer_config(config: dict[str, Any], widths: list[dict[str, int]], base_
     if not written:
         raise KvpruneError(f"model type {full.model_type}: no layer differs, so a stock class can load the checkpoint")
     # Entries for a tokenizer stay. Those for the config or other models are code that would run in place of ours.
-    entries = {key: value for key, value in (config.get("auto_map") or {}).items() if "Token" in key}
-    entries[AUTO_CLASS] = f"{CODE_FILE.removesuffix('.py')}.{class_name(base_class)}"
+    entries = {key: value for key, value in (config.get("auto_map") or {}).items() if key == "AutoTokenizer"}
+    entries |= own_auto_map(base_class)
     return slim | {"architectures": [class_name(base_class)], "auto_map": entries}
 
 
@@ -146,10 +152,24 @@ def _config_of(data: dict[str, Any]) -> Any:
     kind = data.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise KvpruneError(f"model type {kind}: not one of transformers' own; choose one width for all layers")
-    config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(data))
-    if config.get_text_config().is_heterogeneous:
+    config = CONFIG_MAPPING[kind].from_dict(decoded(data))
+    if text_config(config).is_heterogeneous:
         raise KvpruneError(f"model type {kind}: its layers differ already; choose one width for all layers")
     return config
+
+
+def _layer_count(config: Any) -> int:
+    """How many decoder layers a model has; of an encoder and decoder, the latter's."""
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def decoded(data: Any) -> Any:
+    """The data of config.json with the numbers that JSON does not have, as transformers writes them."""
+    if isinstance(data, dict):
+        if data.keys() == {"__float__"}:
+            return float(data["__float__"])
+        return {key: decoded(value) for key, value in data.items()}
+    return [decoded(value) for value in data] if isinstance(data, list) else copy.deepcopy(data)
 
 
 def _find_field(data: Any, config: Any, name: str) -> tuple[dict[str, Any], Any, str]:
@@ -161,6 +181,6 @@ def _find_field(data: Any, config: Any, name: str) -> tuple[dict[str, Any], Any,
     known = config
     for part in parts:
         data, known = (data or {}).get(part), getattr(known, part, None)
-    if data is None or known is not config.get_text_config() or not hasattr(known, field):
+    if data is None or known is not text_config(config) or not hasattr(known, field):
         raise KvpruneError(f"model type {config.model_type}: its text model has no field {name} in config.json")
     return data, known, known.attribute_map.get(field, field)

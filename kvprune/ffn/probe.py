@@ -148,11 +148,17 @@ def _probe_one(model: nn.Module, siblings: list[Ffn], run: Runner) -> Spread:
         _check_experts(model, siblings, run)
     name = max(seen, key=lambda name: len(seen[name]))
     ffn, base = next(item for item in siblings if item.name == name), seen[name]
+    if ffn.expert is None and len(base) != TOKENS:
+        raise NotAnFfnError(f"{name}: {len(base)} rows reach its value matrix where there are {TOKENS} tokens")
     if base.shape[-1] != ffn.width:
         raise NotAnFfnError(
             f"{name}: {base.shape[-1]} coefficients reach its value matrix, and its width is {ffn.width}"
         )
     patterns, linear = [], True
+    biases = [own(model.get_submodule(bias.name.rpartition(".")[0]), bias, ffn) for bias in ffn.key_biases]
+    for bias in biases:  # what is linear is so without them
+        bias.zero_()
+    base = _coefficients(model, siblings, run).get(name, base)
     for key in ffn.keys:
         weight = own(model.get_submodule(key.name.rpartition(".")[0]), key, ffn)
         axis = key.axis - (ffn.expert is not None)
@@ -165,7 +171,7 @@ def _probe_one(model: nn.Module, siblings: list[Ffn], run: Runner) -> Spread:
             moved.append(_moved(ffn, model, row, base, after))
             linear &= _close(after[:, moved[-1]], FACTOR * base[:, moved[-1]])
         patterns.append(_spread(ffn, key, moved))
-    if linear and not ffn.key_biases:
+    if linear:
         raise NotAnFfnError(f"{name}: nothing is between its matrices: a product of two, and no memory")
     return patterns[0]
 

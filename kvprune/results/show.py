@@ -30,7 +30,7 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
         threshold = recipe.plan.threshold or DEFAULT_THRESHOLD
         about["model"] = meta["model"]
         groups = grouped(meta["layout"]["ffns"])
-        about["counted"] = {"tokens": max(int(item.tokens) for item in stats), **meta["run"]}
+        about["counted"] = {"tokens": meta["counted"], **meta["run"]}
         about["firing"] = {
             "threshold": threshold,
             "ffns": [

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvprune.artifacts import UNITS
+from kvprune.card import mean_errors
 
 MOST_WIDTHS = 128  # that are told one by one
 
@@ -56,7 +57,7 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
     for ffn in ffns:
         groups.setdefault(ffn["name"] if ffn["expert"] is None else ffn["name"].rpartition(".")[0], []).append(ffn)
     for name, members in groups.items():
-        before, after = (sum(ffn[key] for ffn in members) / len(members) for key in ("error_before", "error_after"))
+        before, after = mean_errors(members)
         damping = sorted({ffn["damping"] for ffn in members})
         ridge = f"{damping[0]:g}" if len(damping) == 1 else f"{damping[0]:g} to {damping[-1]:g}"
         rows.append([name, f"{before:.4f}", f"{after:.4f}", ridge, _remark(members)])

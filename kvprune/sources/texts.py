@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jinja2 import TemplateError
@@ -27,6 +27,7 @@ POOL = 8
 SHUFFLE_ROWS = 10_000  # of a streamed data set: rows held at once to draw from
 PIECE = 2**20  # characters tokenised at once, so that a huge document is not tokenised whole
 Document = str | list[dict[str, str]]  # a text, or the messages of a chat
+T = TypeVar("T")  # a token: its id, or the id with more of it
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
@@ -35,25 +36,38 @@ def sequences(section: Calibrate, tokenizer: Any, samples: Tensor | None = None)
 
     `samples` are the model's own, where a source is `self`. Raises KvpruneError where a text has too few tokens.
     """
+    length, seed = section.sequence_length, section.seed
+
+    def packed(source: TextSource, most: int) -> list[list[int]]:
+        return pack(documents(source, seed), tokenizer, length, most)
+
+    rows = draw(section, [] if samples is None else samples.tolist(), packed)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def draw(section: Calibrate, own: list[list[T]], packed: Callable[[TextSource, int], list[list[T]]]) -> list[list[T]]:
+    """Sequences of all sources by their weights, in the order of the section's seed.
+
+    `own` are the model's samples, as many as `self_share` says; `packed(source, most)` gives the first of a text.
+    """
     length = section.sequence_length
-    own = [] if samples is None else samples.tolist()  # as many as `self_share` says
-    rows: list[list[int]] = []
+    rows: list[list[T]] = []
     for source, wanted in shares(section):
         if source.source == "self":
             rows += own[:wanted]
             own = own[wanted:]
             continue
-        packed = pack(documents(source, section.seed), tokenizer, length, wanted * POOL)
-        if len(packed) < wanted:
+        found = packed(source, wanted * POOL)
+        if len(found) < wanted:
             raise KvpruneError(
-                f"calibrate.tokens: {source.source} holds {len(packed) * length:,} tokens in full sequences of "
+                f"calibrate.tokens: {source.source} holds {len(found) * length:,} tokens in full sequences of "
                 f"{length}, and {wanted * length:,} of it are asked for; lower calibrate.tokens"
             )
-        random.Random(section.seed).shuffle(packed)
-        rows += packed[:wanted]
+        random.Random(section.seed).shuffle(found)
+        rows += found[:wanted]
     if len(section.text) > 1:
         random.Random(section.seed).shuffle(rows)
-    return torch.tensor(rows, dtype=torch.int64)
+    return rows
 
 
 def shares(section: Calibrate) -> list[tuple[TextSource, int]]:
@@ -100,44 +114,71 @@ def pack(texts: Iterable[Document], tokenizer: Any, length: int, most: int) -> l
 
     The rest that fills no sequence is dropped.
     """
-    bos = _added_bos(tokenizer)
-    eos = tokenizer.eos_token_id
-    stream: list[int] = []
-    packed: list[list[int]] = []
-    for text in texts:
-        last: list[int] = []
-        for ids in _tokenised(text, tokenizer):
-            stream += ids
-            last = ids[-2:]
-            start = 0
-            while len(packed) < most:
-                head = [] if stream[start : start + 1] == bos else bos  # a chat template may have put it there
-                end = start + length - len(head)
-                if end > len(stream):
-                    break
-                packed.append(head + stream[start:end])
-                start = end
-            stream = stream[start:]
-            if len(packed) == most:
-                return packed
-        if last and eos is not None and eos not in last:  # a chat template may end with it, and a line end
-            stream.append(eos)
+    ids = ((encoding["input_ids"] for _, encoding in encoded(text, tokenizer)) for text in texts)
+    stream = joined(ids, lambda last: closing(last, tokenizer))
+    bos = added_bos(tokenizer)
+    return cut(stream, length, most, lambda first: [] if [first] == bos else bos)  # a chat template may have put it
+
+
+def cut(pieces: Iterable[list[T]], length: int, most: int, head: Callable[[T], list[T]]) -> list[list[T]]:
+    """A stream of tokens in `pieces`, cut into at most `most` full sequences of `length`.
+
+    `head` says what a sequence has before its first token of the stream. No more pieces are taken than it needs.
+    """
+    stream: list[T] = []
+    packed: list[list[T]] = []
+    for piece in pieces:
+        stream += piece
+        start = 0
+        while len(packed) < most and start < len(stream):
+            before = head(stream[start])
+            end = start + length - len(before)
+            if end > len(stream):
+                break
+            packed.append(before + stream[start:end])
+            start = end
+        stream = stream[start:]
+        if len(packed) == most:
+            break
     return packed
 
 
-def _tokenised(text: Document, tokenizer: Any) -> Iterator[list[int]]:
-    """The ids of a document, in pieces; a chat's are those of the tokenizer's chat template."""
+def joined(documents: Iterable[Iterable[list[T]]], closed: Callable[[list[T]], list[T]]) -> Iterator[list[T]]:
+    """The pieces of all documents, with what `closed` makes of the last two tokens of one before the next."""
+    between: list[T] = []
+    for pieces in documents:
+        last: list[T] = []
+        for piece in pieces:
+            yield between + piece
+            between, last = [], piece[-2:]
+        between = closed(last) if last else between
+
+
+def closing(last: list[int], tokenizer: Any) -> list[int]:
+    """What follows a document that ends with the ids `last`: [EOS], unless there is none, or a chat template put it."""
+    eos = tokenizer.eos_token_id
+    return [] if eos is None or eos in last else [eos]
+
+
+def encoded(text: Document, tokenizer: Any, **asked: Any) -> Iterator[tuple[int, Any]]:
+    """What the tokenizer makes of a document, in pieces: at which character a piece starts, and its encoding.
+
+    Of a chat, what the tokenizer's chat template renders is one piece. `asked` goes to the tokenizer.
+    """
     if not isinstance(text, str):
+        more = {"tokenizer_kwargs": asked} if asked else {}  # which not every tokenizer knows
         try:
-            yield tokenizer.apply_chat_template(text, tokenize=True, return_dict=False)
+            yield 0, tokenizer.apply_chat_template(text, tokenize=True, return_dict=True, **more)
         except (ValueError, TypeError, KeyError, TemplateError) as error:
             raise KvpruneError(f"calibrate.text: the tokenizer cannot render a chat: {one_line(error)}") from None
     elif text.strip():  # an empty row of a data set is no document
+        start = 0
         for piece in _pieces(text):
-            yield tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            yield start, tokenizer(piece, add_special_tokens=False, verbose=False, **asked)
+            start += len(piece)
 
 
-def _added_bos(tokenizer: Any) -> list[int]:
+def added_bos(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text by itself: [BOS], or nothing."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos] else []
@@ -171,6 +212,12 @@ def check_text(source: TextSource) -> None:
 
 def documents(source: TextSource, seed: int) -> Iterator[Document]:
     """Yield the documents of a text in the order of `seed`. Raises KvpruneError where it cannot be read."""
+    for _, document in named_documents(source, seed):
+        yield document
+
+
+def named_documents(source: TextSource, seed: int) -> Iterator[tuple[str, Document]]:
+    """Yield `documents` with their names: a file, or a source and its row (of a data set, in the order of `seed`)."""
     check_text(source)
     path = Path(source.source)
     match _kind(source):
@@ -183,7 +230,7 @@ def documents(source: TextSource, seed: int) -> Iterator[Document]:
         case "txt":
             files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
             for file in _shuffled(files, seed):
-                yield _read(file)
+                yield str(file), _read(file)
         case _:
             yield from _rows(_streamed(source, seed), source.source, source.field)
 
@@ -221,7 +268,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def _rows(rows: Iterable[tuple[int, Any]], where: str, field: str | None) -> Iterator[Document]:
+def _rows(rows: Iterable[tuple[int, Any]], where: str, field: str | None) -> Iterator[tuple[str, Document]]:
     """The documents in numbered rows: the text or the chat in `field`, else in `text`, else in `messages`."""
     for number, row in rows:
         if not isinstance(row, dict):
@@ -237,7 +284,7 @@ def _rows(rows: Iterable[tuple[int, Any]], where: str, field: str | None) -> Ite
             json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
         except UnicodeEncodeError:
             raise KvpruneError(f"calibrate.text: {where} row {number}: half of a surrogate pair, not text") from None
-        yield value
+        yield f"{where} row {number}", value
 
 
 def _is_chat(value: Any) -> bool:

@@ -69,6 +69,7 @@ def describe(recipe: Recipe, dense: Dense, tokens: Tensor, setup: Setup) -> dict
         },
         model={"title": source.title, "commit": source.commit, "note": source.note},
         run=setup.about(),
+        counted=len(tokens) * (tokens.shape[1] - recipe.calibrate.skip_first),
         layout={
             "ffns": [
                 {"name": ffn.name, "width": ffn.width, "layer": ffn.layer, "expert": ffn.expert} for ffn in layout.ffns

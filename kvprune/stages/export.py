@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kvprune.artifacts import Plan, RunFolder, Size, digest, fsync, provenance, read_json, write_json, write_text
 from kvprune.card import model_card
+from kvprune.config import needs_code, write_config
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import (
@@ -30,9 +31,8 @@ from kvprune.ffn.checkpoint import (
     open_checkpoint,
     write_cut_file,
 )
-from kvprune.ffn.fields import meta_model, with_field
+from kvprune.ffn.fields import meta_model
 from kvprune.ffn.layout import Layout
-from kvprune.ffn.perlayer import CODE_FILE, modeling_code, per_layer_config
 from kvprune.ffn.stored import Kept, make_cuts, stored_pieces, stored_shape
 from kvprune.ffn.watching import as_rows, value_rows
 from kvprune.progress import log, progress
@@ -239,49 +239,6 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     if data["evaluate"]["include_path"]:
         data["evaluate"]["include_path"] = Path(data["evaluate"]["include_path"]).name
     return data
-
-
-def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False) -> None:
-    """Write config.json into `target`: the dense one with other widths, and the FFN's biases on if `biased`.
-
-    Where a width differs by layer, also the code that builds such a model.
-    """
-    config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
-    differing = plan.differing()
-    for name, value in {name: value for fields in plan.layers for name, value in fields.items()}.items():
-        if name not in differing:
-            config = with_field(config, name, value)
-    if differing:
-        layers = [{name: fields[name] for name in differing if name in fields} for fields in plan.layers]
-        base = stock_class(dense)
-        config = per_layer_config(config, layers, base)
-        write_text(target / CODE_FILE, modeling_code(base, layers_path(dense)))
-    if biased and dense.layout.bias_field is not None:
-        config = with_field(config, dense.layout.bias_field, True)
-    write_text(target / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def stock_class(dense: Dense) -> type:
-    """The class that the dense model is built of."""
-    return type(meta_model(dense.config, trust_remote_code=dense.trust_remote_code))
-
-
-def is_own_code(run: RunFolder, dense: Dense) -> bool:
-    """Whether the only code in `model/` is what an export writes there: that may be run unasked."""
-    code = run.model / CODE_FILE
-    if not code.is_file() or [*run.model.glob("*.py")] != [code]:
-        return False
-    return code.read_text(encoding="utf-8") == modeling_code(stock_class(dense), layers_path(dense))
-
-
-def layers_path(dense: Dense) -> str:
-    """The path of the model's list of decoder layers."""
-    return dense.layout.layers[0].rpartition(".")[0]
-
-
-def needs_code(plan: Plan, dense: Dense) -> bool:
-    """Whether the checkpoint of `plan` loads with trust_remote_code only."""
-    return dense.trust_remote_code or bool(plan.differing())
 
 
 def carry_over(dense: Dense, target: Path) -> None:

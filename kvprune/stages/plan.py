@@ -1,4 +1,4 @@
-"""Plan: decide which slots stay. Milliseconds, from the statistics alone; no weight is read."""
+"""Plan: decide which slots stay, from the statistics, and from losses where they were measured; no weight is read."""
 
 import math
 from bisect import bisect_right
@@ -64,8 +64,12 @@ def choose_widths(section: PlanSection, dense: Dense) -> Widths:
     else:
         widths = _under_ceiling(section, dense, steps)
     _check_alignment(dense, ffn_widths(layout, widths))
-    _check_protected(section, layout, ffn_widths(layout, widths))
     return widths
+
+
+def check_protected(section: PlanSection, dense: Dense) -> None:
+    """Raise KvpruneError where slots that are never removed are none, or more than a uniform plan keeps."""
+    _check_protected(section, dense.layout, ffn_widths(dense.layout, choose_widths(section, dense)))
 
 
 def field_steps(section: PlanSection, layout: Layout) -> dict[str, list[int]]:
@@ -140,10 +144,12 @@ def _check_protected(section: PlanSection, layout: Layout, widths: list[int]) ->
     for index, slots in section.protect.items():
         if index >= len(layout.layers):
             raise KvpruneError(f"plan.protect.{index}: the model has layers 0 to {len(layout.layers) - 1}")
+        if not slots:
+            continue
         mine = layout.in_layer(index)
         if len(mine) != 1:
             raise KvpruneError(
-                f"plan.protect.{index}: layer {index} has {len(mine)} FFNs; only a single one's slots can be"
+                f"plan.protect.{index}: layer {index} has {len(mine)} FFNs; slots of an only one can be protected"
             )
         full, width = layout.ffns[mine[0]].width, widths[mine[0]]
         if slots and max(slots) >= full:
@@ -181,6 +187,7 @@ def make_plan(
     section, layout = recipe.plan, dense.layout
     scores = slot_scores(section, layout, stats)
     if section.allocation == "uniform":
+        check_protected(section, dense)
         widths = ffn_widths(layout, choose_widths(section, dense))
     else:
         widths = _widths_by_layer(section, dense, scores, curves)

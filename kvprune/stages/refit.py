@@ -182,7 +182,9 @@ def _refit_layer(work: Work, index: int) -> tuple[dict[str, Tensor], list[dict[s
         rounds = work.setup.rounds(ffns)
         for some in rounds:
             last = some is rounds[-1]
-            found = [_gather_distance(work, index, ffns[0])] if distance else _gather_removed(work, index, some, last)
+            found = (
+                iter([_gather_distance(work, index, ffns[0])]) if distance else _gather_removed(work, index, some, last)
+            )
             for ffn, gathered in zip(some, found, strict=True):
                 whole = stored[ffn.value.name] if ffn.expert is None else stored[ffn.value.name][ffn.expert]
                 values, report = _decide(work, ffn, gathered, as_rows(whole, ffn)[work.kept[ffn.name]])
@@ -204,7 +206,7 @@ def _is_distance(work: Work, ffns: list[Ffn]) -> bool:
     return work.slim is not None and work.section.target != "input" and [ffn.expert for ffn in ffns] == [None]
 
 
-def _gather_removed(work: Work, index: int, ffns: list[Ffn], last: bool) -> list[Gathered]:
+def _gather_removed(work: Work, index: int, ffns: list[Ffn], last: bool) -> Iterator[Gathered]:
     """What the removed slots write, on the dense model's input or, sequentially, on the slim one's.
 
     In the `last` round the hidden states after the layer are kept, where it is the dense run that is watched.
@@ -223,12 +225,11 @@ def _gather_removed(work: Work, index: int, ffns: list[Ffn], last: bool) -> list
         for ffn, seen in shown:
             add_seen(sums[ffn.name], seen, seen.y, None, weights, work.held[at])
     target = "removed" if stream is work.dense else "input"
-    found = []
-    for ffn in ffns:
-        grams = _summed(work, sums[ffn.name])
+    for ffn in ffns:  # one after the other: problems are larger than the sums that they come from
+        mine = sums.pop(ffn.name)
+        grams = _summed(work, mine)
         fitted, held = (removal_problem(part, value_rows(model, ffn), work.kept[ffn.name]) for part in grams)
-        found.append(Gathered(fitted, held, float(sums[ffn.name].energy), target))
-    return found
+        yield Gathered(fitted, held, float(mine.energy), target)
 
 
 def _gather_distance(work: Work, index: int, ffn: Ffn) -> Gathered:

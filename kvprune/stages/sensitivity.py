@@ -26,7 +26,7 @@ SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.2)  # of a unit's width
 
 def describe(recipe: Recipe, stats_digest: str) -> dict[str, Any]:
     """The provenance of measured curves: all that they depend on."""
-    plan = recipe.plan.model_dump(mode="json", include={"score", "threshold", "p", "seed", "round_to"})
+    plan = recipe.plan.model_dump(mode="json", include={"score", "threshold", "p", "seed", "round_to", "floor"})
     return provenance("sensitivity", {"plan": plan}, {"stats": stats_digest}, sequences=SEQUENCES)
 
 
