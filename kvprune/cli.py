@@ -137,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         log.removeHandler(handler)
         log.propagate = True
+        log.setLevel(logging.NOTSET)
 
 
 def _answer(arguments: argparse.Namespace) -> int:
