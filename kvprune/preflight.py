@@ -80,7 +80,7 @@ class Need:
 def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool) -> Need:
     """What `stage` (calibrate, refit) takes, an estimate; with `whole`, by forwards of the whole model."""
     section, layout = recipe.calibrate, dense.layout
-    size, width, hidden = setup.dtype.itemsize, layout.widest, layout.ffns[0].hidden
+    size, width, hidden = setup.dtype.itemsize, layout.widest, max(ffn.hidden for ffn in layout.ffns)
     weights = layout.total_params if whole else max(_layer_elements(dense, layer) for layer in layout.layers)
     reached = max(sum(ffn.width for ffn in layout.ffns if ffn.layer == layer) for layer in layout.layers)
     runs = 2 if stage == "refit" and recipe.refit.method == "sequential" else 1

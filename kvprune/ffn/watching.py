@@ -110,7 +110,7 @@ def find_gains(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> 
     handles += [
         module.register_forward_pre_hook(before)
         for module in root.modules()
-        if [tuple(weight.shape) for weight in module.parameters()][:1] == [(ffns[0].hidden,)]
+        if [tuple(weight.shape) for weight in module.parameters()][:1] in [[(ffn.hidden,)] for ffn in alone]
         and not list(module.children())
     ]
     try:

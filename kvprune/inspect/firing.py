@@ -29,11 +29,11 @@ def firing(stats: Sequence[FfnStats], ffns: Sequence[Mapping[str, Any]]) -> list
     """
     return [
         {"name": name, "layer": ffns[members[0]]["layer"], **_figures([stats[at] for at in members])}
-        for name, members in _grouped(ffns).items()
+        for name, members in grouped(ffns).items()
     ]
 
 
-def _grouped(ffns: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+def grouped(ffns: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Indices of the FFNs that are told of together, by name: all experts of a layer, and each other FFN alone."""
     groups: dict[str, list[int]] = {}
     for at, ffn in enumerate(ffns):

@@ -8,6 +8,7 @@ import torch
 from kvprune.artifacts import RunFolder, budget_words, read_json, read_meta, read_plan
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
+from kvprune.inspect.firing import grouped
 from kvprune.recipe import dump_recipe
 from kvprune.results.table import budget_table, grid, refit_table, results_table, width_lines
 from kvprune.schema import Recipe
@@ -64,15 +65,6 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
     if artifact(run, "evaluate").is_file():
         about["results"] = read_json(run.results)
     return about
-
-
-def grouped(ffns: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Indices of the FFNs that are told of together, by name: all experts of a layer, and each other FFN alone."""
-    groups: dict[str, list[int]] = {}
-    for at, ffn in enumerate(ffns):
-        name = ffn["name"] if ffn["expert"] is None else ffn["name"].rpartition(".")[0]
-        groups.setdefault(name, []).append(at)
-    return groups
 
 
 def firing_summary(stats: list[FfnStats], threshold: float) -> dict[str, float]:
