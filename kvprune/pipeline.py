@@ -338,6 +338,8 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
         assert walker is not None
         preflight.check_states(recipe, dense, setup, place.path, stage="refit")
         tokens = ranks.tensor_of_first(_same_tokens(recipe, place, dense, setup, options) if ranks.first else None)
+        if ranks.first:
+            _save_recipe(place, recipe)
         refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup.agreed())
     elif ranks.first:
         _sweep(place, place.values, options)

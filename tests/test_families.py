@@ -32,6 +32,7 @@ REFUSED = {
     "lfm2-adjusted": "do not change in proportion",
     "mpt": "no field of config.json",
     "openai-gpt": "no field of config.json",
+    "prophetnet": "model type prophetnet",  # its FFN reads more rows than there are tokens
     "xlm": "no field of config.json",
     "xlstm": "do not change in proportion",
     "zamba2": "model type zamba2",
