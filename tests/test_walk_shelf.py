@@ -77,7 +77,7 @@ def test_a_card_tells_what_the_refit_did_and_not_what_it_tried(planned: RunFolde
     assert all(layer["error_after"] <= layer["error_before"] for layer in layers)
     before, after = (sum(layer[key] for layer in layers) / len(layers) for key in ("error_before", "error_after"))
     card = (planned.model / "README.md").read_text(encoding="utf-8")
-    assert f"refitted (sequential) in {len(done)} of 2 layers" in card
+    assert f"refitted (sequential) in {len(done)} of 2 FFNs on" in card
     assert f"{before:.3f} before and {after:.3f} after" in card
 
 
