@@ -112,6 +112,11 @@ class FfnPlan:
     def width(self) -> int:
         return len(self.kept)
 
+    @property
+    def removed(self) -> list[int]:
+        """The slots that do not stay, sorted."""
+        return sorted(set(range(self.width_before)) - set(self.kept))
+
 
 @dataclass(frozen=True)
 class Plan:

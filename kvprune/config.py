@@ -12,6 +12,7 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.fields import meta_model, shapes_of, with_field
 from kvprune.ffn.perlayer import CODE_FILE, modeling_code, own_auto_map, per_layer_config
 from kvprune.schema import PlanSection
+from kvprune.sources.models import one_line
 
 
 def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False) -> None:
@@ -19,7 +20,7 @@ def write_config(dense: Dense, plan: Plan, target: Path, *, biased: bool = False
 
     Where a width differs by layer, also the code that builds such a model.
     """
-    config = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(dense.source.folder / "config.json")
     differing = plan.differing()
     for name, value in {name: value for fields in plan.layers for name, value in fields.items()}.items():
         if name not in differing:
@@ -38,13 +39,14 @@ def check_by_layer(dense: Dense, section: PlanSection) -> None:
     """Raise KvpruneError where no model of this class can be built whose layers differ in width."""
     layout = dense.layout
     way_out = f"plan.allocation: {section.allocation} cannot be had: {dense.source.title}"
-    first = next(ffn for ffn in layout.ffns)
+    first = layout.ffns[0]
     field = layout.field_of(first)
     narrow = max(1, field.value // 2)
     widths: list[dict[str, int]] = [{} for _ in layout.layers]
     widths[layout.layers.index(first.layer)] = {field.name: narrow}
-    data = json.loads((dense.source.folder / "config.json").read_text(encoding="utf-8"))
-    base = stock_class(dense)
+    data = read_json(dense.source.folder / "config.json")
+    model = meta_model(dense.config, trust_remote_code=dense.trust_remote_code)
+    base, expected = type(model), shapes_of(model)
     try:
         with tempfile.TemporaryDirectory() as name:
             config = per_layer_config(data, widths, base)
@@ -55,9 +57,9 @@ def check_by_layer(dense: Dense, section: PlanSection) -> None:
     except KvpruneError as error:
         raise KvpruneError(f"{way_out}: {error}; use uniform") from None
     except Exception as error:  # noqa: BLE001  (classes raise anything where their layers cannot be built anew)
-        text = " ".join(str(error).split())[:200]
-        raise KvpruneError(f"{way_out}: its layers cannot be built one by one: {text}; use uniform") from None
-    expected = shapes_of(meta_model(dense.config, trust_remote_code=dense.trust_remote_code))
+        raise KvpruneError(
+            f"{way_out}: its layers cannot be built one by one: {one_line(error)}; use uniform"
+        ) from None
     for ffn in layout.ffns:
         if ffn.layer == first.layer and ffn.name in field.multiples:
             for param in ffn.cuts():

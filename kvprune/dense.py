@@ -1,12 +1,12 @@
 """The dense model, as far as it is known without loading weights: source, config, FFNs, and where tensors lie."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvprune.artifacts import read_json
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from kvprune.ffn.fields import meta_model, text_config, thin_config, with_field
@@ -170,7 +170,7 @@ def open_dense(name: str, *, commit: str | None = None, trust_remote_code: bool 
     """
     source = open_model(name, commit=commit, trust_remote_code=trust_remote_code)
     config = load_config(source, trust_remote_code=trust_remote_code)
-    data = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
+    data = read_json(source.folder / "config.json")
     if own := [place for place in (data.get("auto_map") or {}).values() if str(place).startswith(OWN_CODE)]:
         raise KvpruneError(
             f"{source.title}: kvprune made its widths differ by layer ({own[0]}); start from the dense model"

@@ -53,20 +53,7 @@ def prepare(
     dtype = dense.run_dtype(recipe.dtype, device)
     cache = Path(options.hidden_cache) if options.hidden_cache is not None else None
     setup = Setup(device, getattr(torch, dtype), options.batch_size, ranks, cache)
-    try:
-        if stage == "plan":  # losses are measured at the model's end
-            raise CannotWalkError("")
-        if stage == "calibrate" and "gradient" in recipe.calibrate.collect:
-            raise CannotWalkError("gradients pass through all of it")
-        walker = dense.walker(setup, recipe.calibrate.sequence_length)
-    except CannotWalkError as error:
-        walker = None
-        if stage == "refit":
-            raise KvpruneError(f"refit.method: values are refitted layer by layer, and {error}; use none") from None
-        if stage == "calibrate" and "gram" in recipe.calibrate.collect:
-            raise KvpruneError(f"calibrate.collect: gram is summed layer by layer, and {error}") from None
-        if tell:
-            log.info("calibrate: by forwards of the whole model, since %s", error)
+    walker = None if stage == "plan" else _walker(recipe, dense, setup, stage, tell)  # losses are at a model's end
     if tell and dtype != recipe.dtype and recipe.dtype in ("auto", "float16") and dense.stored_as("float16"):
         log.info("float16 on a CPU: computed in float32, layer by layer; weights lose nothing by that")
     if tell and self_share(recipe.calibrate):
@@ -74,3 +61,20 @@ def prepare(
     whole = walker is None
     in_memory, grams = check_memory(recipe, dense, setup, stage=stage, whole=whole, limit=options.memory, tell=tell)
     return replace(setup, in_memory=in_memory, grams=grams), walker
+
+
+def _walker(recipe: Recipe, dense: Dense, setup: Setup, stage: str, tell: bool) -> Walker | None:
+    """The walker of a stage, None where only whole forwards are possible. Raises KvpruneError where those do not do."""
+    collect = recipe.calibrate.collect
+    try:
+        if stage == "calibrate" and "gradient" in collect:
+            raise CannotWalkError("gradients pass through all of it")
+        return dense.walker(setup, recipe.calibrate.sequence_length)
+    except CannotWalkError as error:
+        if stage == "refit":
+            raise KvpruneError(f"refit.method: values are refitted layer by layer, and {error}; use none") from None
+        if "gram" in collect:
+            raise KvpruneError(f"calibrate.collect: gram is summed layer by layer, and {error}") from None
+        if tell:
+            log.info("calibrate: by forwards of the whole model, since %s", error)
+        return None

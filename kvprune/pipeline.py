@@ -213,15 +213,13 @@ def _open(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, 
     most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
     if most is not None and 0 < most < length:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
-    if recipe.plan.allocation == "uniform":
-        planning.check_protected(recipe.plan, dense)
-    else:
+    if recipe.plan.allocation != "uniform":
         configuring.check_by_layer(dense, recipe.plan)
     widths = planning.choose_widths(recipe.plan, dense)  # of another allocation about the size, in all
-    before, after = (
-        planning.model_size(dense, planning.ffn_widths(dense.layout, fields))
-        for fields in (planning.full_widths(dense.layout), widths)
-    )
+    slots = planning.ffn_widths(dense.layout, widths)
+    if recipe.plan.allocation == "uniform":
+        planning.check_protected(recipe.plan, dense.layout, slots)
+    before, after = (planning.model_size(dense, each) for each in ([ffn.width for ffn in dense.layout.ffns], slots))
     states = stage_states(place, recipe)
     if states["plan"].status != "current":
         preflight.tell_budget(recipe, dense, before, after, widths)

@@ -94,6 +94,11 @@ def own(module: nn.Module, param: Param, ffn: Ffn) -> Tensor:
     return stack[ffn.expert] if ffn.expert is not None else stack
 
 
+def own_in(root: nn.Module, param: Param, ffn: Ffn) -> Tensor:
+    """The same, with the parameter's name taken from `root`."""
+    return own(root.get_submodule(param.name.rpartition(".")[0]), param, ffn)
+
+
 def _linear(module: nn.Module, param: Param, ffn: Ffn, x: Tensor, bias: Tensor | None) -> Tensor:
     weight = own(module, param, ffn)
     # Keys have slots on their output, values on their input.

@@ -16,7 +16,7 @@ from kvprune.ffn.fields import trunk
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.stats import FfnStats
 from kvprune.ffn.watching import empty_for, watched
-from kvprune.sources.models import is_out_of_memory
+from kvprune.sources.models import is_out_of_memory, one_line
 
 SECONDS_BETWEEN_SAVES = 60.0
 
@@ -72,12 +72,11 @@ def add_gradients(model: Any, layout: Layout, stats: Mapping[str, FfnStats], bat
             for sequence in batch.to(model.device):
                 logits = model(input_ids=sequence[None], use_cache=False).logits[0, :-1]
                 torch.nn.functional.cross_entropy(logits.float(), sequence[1:], reduction="sum").backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # of a class that has no backward
         if is_out_of_memory(error):
             raise
-        text = " ".join(str(error).split())[:200] or type(error).__name__
         raise KvpruneError(
-            f"calibrate.collect: no gradients can be taken through {type(model).__name__}: {text}"
+            f"calibrate.collect: no gradients can be taken through {type(model).__name__}: {one_line(error)}"
         ) from None
     finally:
         handle.remove()

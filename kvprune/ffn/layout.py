@@ -93,6 +93,10 @@ class Ffn:
             return self.value_bias or f"{self.value.name.removesuffix('.weight')}.bias"
         return f"{self.value_bias}[{self.expert}]"
 
+    def axis(self, param: Param) -> int:
+        """The axis that slots lie on in its own part of a parameter: of a stack of experts, one item."""
+        return param.axis - (self.expert is not None)
+
     def missing_biases(self, width: int) -> dict[str, int]:
         """Names of the biases that its matrices could have and do not, with their elements at this width."""
         if self.expert is not None:
@@ -137,10 +141,6 @@ class Layout:
     @property
     def widest(self) -> int:
         return max(ffn.width for ffn in self.ffns)
-
-    @property
-    def experts(self) -> bool:
-        return any(ffn.expert is not None for ffn in self.ffns)
 
     def in_layer(self, index: int) -> list[int]:
         """Indices of the FFNs in decoder layer `index`."""

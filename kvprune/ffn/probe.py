@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from kvprune.errors import KvpruneError
-from kvprune.ffn.experts import Seen, own
+from kvprune.ffn.experts import Seen, own_in
 from kvprune.ffn.fields import Trial, trunk
 from kvprune.ffn.layout import Ffn, Field, NotAnFfnError, Param, Spread
 from kvprune.ffn.walk import CannotWalkError, Walker, empty_model
 from kvprune.ffn.watching import watched
+from kvprune.sources.models import one_line
 
 TOKENS = 16
 RANDOM_ELEMENTS = 2**22  # larger matrices of other parts are zeros, which take no memory
@@ -33,8 +34,8 @@ def probe(
 ) -> list[Ffn]:
     """Probe one of each kind of `ffns`, whose width `field` sets, in the narrow model of a `trial`.
 
-    `thin` is a config as empty_model needs it. Returns the FFNs with what was found of how
-    their keys are fused. Raises NotAnFfnError where slots are coupled.
+    `thin` is a config as empty_model needs it. Returns the FFNs with what was found of how their keys are fused. Raises
+    NotAnFfnError where slots are coupled.
     """
     model = empty_model(trial.narrow, thin, torch.float32, trust_remote_code=trust_remote_code)
     spreads: dict[Any, Spread] = {}  # by kind, and then by module
@@ -155,13 +156,12 @@ def _probe_one(model: nn.Module, siblings: list[Ffn], run: Runner) -> Spread:
             f"{name}: {base.shape[-1]} coefficients reach its value matrix, and its width is {ffn.width}"
         )
     patterns, linear = [], True
-    biases = [own(model.get_submodule(bias.name.rpartition(".")[0]), bias, ffn) for bias in ffn.key_biases]
+    biases = [own_in(model, bias, ffn) for bias in ffn.key_biases]
     for bias in biases:  # what is linear is so without them
         bias.zero_()
     base = _coefficients(model, siblings, run).get(name, base)
     for key in ffn.keys:
-        weight = own(model.get_submodule(key.name.rpartition(".")[0]), key, ffn)
-        axis = key.axis - (ffn.expert is not None)
+        weight, axis = own_in(model, key, ffn), ffn.axis(key)
         moved = []
         for row in range(weight.shape[axis]):
             kept = weight.select(axis, row).clone()
@@ -208,8 +208,7 @@ def _coefficients(model: nn.Module, ffns: list[Ffn], run: Runner) -> dict[str, T
         with watched(model, ffns, see):
             run()
     except (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError, KvpruneError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise NotAnFfnError(f"{ffns[0].name}: cannot be run to be probed: {text or type(error).__name__}") from None
+        raise NotAnFfnError(f"{ffns[0].name}: cannot be run to be probed: {one_line(error)}") from None
     return seen
 
 

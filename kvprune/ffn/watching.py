@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvprune.ffn.experts import See, Seen, own, run_experts
+from kvprune.ffn.experts import See, Seen, own_in, run_experts
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.stats import FfnStats, empty_stats
 
@@ -55,19 +55,14 @@ def empty_for(root: nn.Module, ffns: Sequence[Ffn], run: Callable[[], Any]) -> d
     }
 
 
-def weight_of(root: nn.Module, ffn: Ffn) -> Tensor:
-    """The FFN's value matrix as its module holds it; of an expert, its own: a view."""
-    return own(root.get_submodule(ffn.value.name.rpartition(".")[0]), ffn.value, ffn)
-
-
 def value_rows(root: nn.Module, ffn: Ffn) -> Tensor:
     """The values of an FFN as rows, `[slots, hidden]`: a view of its value matrix."""
-    return as_rows(weight_of(root, ffn), ffn)
+    return as_rows(own_in(root, ffn.value, ffn), ffn)
 
 
 def as_rows(weight: Tensor, ffn: Ffn) -> Tensor:
     """A value matrix with slots first; and back."""
-    return weight if ffn.value.axis - (ffn.expert is not None) == 0 else weight.T
+    return weight if ffn.axis(ffn.value) == 0 else weight.T
 
 
 @torch.inference_mode()
@@ -77,8 +72,8 @@ def _norms(root: nn.Module, ffn: Ffn, gain: Tensor | None) -> tuple[Tensor, Tens
     value_norm = torch.linalg.vector_norm(values if gain is None else values * gain, dim=1)
     key_norm = torch.ones_like(value_norm)
     for key in ffn.keys:
-        weight = own(root.get_submodule(key.name.rpartition(".")[0]), key, ffn)
-        norms = torch.linalg.vector_norm(weight.float(), dim=1 - (key.axis - (ffn.expert is not None)))
+        weight = own_in(root, key, ffn)
+        norms = torch.linalg.vector_norm(weight.float(), dim=1 - ffn.axis(key))
         rows = norms[key.indices(range(ffn.width), ffn.width)]
         if key.fused:
             rows = rows.view(2, -1) if key.spread == "halves" else rows.view(-1, 2).T

@@ -61,7 +61,7 @@ def forgets(
 
 def removed_slots(plan: Plan) -> dict[str, list[int]]:
     """The slots that a plan removes, by FFN names."""
-    return {ffn.name: sorted(set(range(ffn.width_before)) - set(ffn.kept)) for ffn in plan.ffns}
+    return {ffn.name: ffn.removed for ffn in plan.ffns}
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvprune.artifacts import UNITS
 from kvprune.card import mean_errors
+from kvprune.inspect.firing import grouped
 
 MOST_WIDTHS = 128  # that are told one by one
 
@@ -53,10 +54,8 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
     The experts of a layer are one row, with their means.
     """
     rows = [["refit, on held-back tokens", "error before", "after", "ridge", ""]]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for ffn in ffns:
-        groups.setdefault(ffn["name"] if ffn["expert"] is None else ffn["name"].rpartition(".")[0], []).append(ffn)
-    for name, members in groups.items():
+    for name, places in grouped(ffns).items():
+        members = [ffns[at] for at in places]
         before, after = mean_errors(members)
         damping = sorted({ffn["damping"] for ffn in members})
         ridge = f"{damping[0]:g}" if len(damping) == 1 else f"{damping[0]:g} to {damping[-1]:g}"

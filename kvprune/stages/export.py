@@ -330,9 +330,7 @@ def _masked_logits(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> tuple
 def mask_slots(model: Any, layout: Layout, plan: Plan) -> None:
     """Make the model compute as if the plan's removed slots were not there: they write nothing."""
     for ffn, item in zip(layout.ffns, plan.ffns, strict=True):
-        removed = torch.ones(ffn.width, dtype=torch.bool)
-        removed[item.kept] = False
-        value_rows(model, ffn)[removed.to(model.device)] = 0
+        value_rows(model, ffn)[item.removed] = 0
 
 
 @torch.no_grad()

@@ -67,11 +67,6 @@ def choose_widths(section: PlanSection, dense: Dense) -> Widths:
     return widths
 
 
-def check_protected(section: PlanSection, dense: Dense) -> None:
-    """Raise KvpruneError where slots that are never removed are none, or more than a uniform plan keeps."""
-    _check_protected(section, dense.layout, ffn_widths(dense.layout, choose_widths(section, dense)))
-
-
 def field_steps(section: PlanSection, layout: Layout) -> dict[str, list[int]]:
     """The values that each field may have, ascending."""
     return {field.name: _steps(section, layout, field) for field in layout.fields}
@@ -113,12 +108,12 @@ def _under_ceiling(section: PlanSection, dense: Dense, steps: dict[str, list[int
         }
 
     shares = sorted({Fraction(step, full[name]) for name, values in steps.items() for step in values})
-    sizes = [model_size(dense, ffn_widths(layout, at(share))) for share in (shares[0], shares[-1])]
-    if getattr(sizes[0], unit) > ceiling:
+    least = model_size(dense, ffn_widths(layout, at(shares[0])))
+    if getattr(least, unit) > ceiling:
         raise KvpruneError(
             f"plan.budget.{key}: {ceiling:,} cannot be met: round_to {section.round_to} and "
             f"floor {section.floor} allow no width below {', '.join(str(values[0]) for values in steps.values())}, and "
-            f"the model then has {sizes[0].total_params:,} params and {sizes[0].bytes:,} bytes"
+            f"the model then has {least.total_params:,} params and {least.bytes:,} bytes"
         )
     fitting = bisect_right(
         shares, ceiling, key=lambda share: getattr(model_size(dense, ffn_widths(layout, at(share))), unit)
@@ -140,7 +135,8 @@ def _check_alignment(dense: Dense, widths: Sequence[int]) -> None:
             )
 
 
-def _check_protected(section: PlanSection, layout: Layout, widths: list[int]) -> None:
+def check_protected(section: PlanSection, layout: Layout, widths: list[int]) -> None:
+    """Raise KvpruneError where slots that are never removed are none, or more than an FFN's width of `widths`."""
     for index, slots in section.protect.items():
         if index >= len(layout.layers):
             raise KvpruneError(f"plan.protect.{index}: the model has layers 0 to {len(layout.layers) - 1}")
@@ -166,10 +162,9 @@ Curves = dict[str, dict[int, float]]  # losses by units and values of their fiel
 
 def slot_scores(section: PlanSection, layout: Layout, stats: list[FfnStats]) -> Scores:
     """Scores of all slots."""
-    found = {}
-    for index, (ffn, item) in enumerate(zip(layout.ffns, stats, strict=True)):
-        found[ffn.name] = SCORES[section.score](item, section, index).double()
-    return found
+    score = SCORES[section.score]
+    items = enumerate(zip(layout.ffns, stats, strict=True))
+    return {ffn.name: score(item, section, index).double() for index, (ffn, item) in items}
 
 
 def protected_slots(section: PlanSection, layout: Layout, ffn: Ffn) -> list[int]:
@@ -187,10 +182,10 @@ def make_plan(
     section, layout = recipe.plan, dense.layout
     scores = slot_scores(section, layout, stats)
     if section.allocation == "uniform":
-        check_protected(section, dense)
         widths = ffn_widths(layout, choose_widths(section, dense))
     else:
         widths = _widths_by_layer(section, dense, scores, curves)
+    check_protected(section, layout, widths)
     ffns = []
     for ffn, item, width in zip(layout.ffns, stats, widths, strict=True):
         protected = protected_slots(section, layout, ffn)
@@ -238,7 +233,6 @@ def _widths_by_layer(section: PlanSection, dense: Dense, scores: Scores, curves:
     }
     found = [widths[ffn.name] for ffn in layout.ffns]
     _check_alignment(dense, found)
-    _check_protected(section, layout, found)
     return found
 
 

@@ -52,12 +52,17 @@ def measure(
     for unit in progress(left, total=len(left), label="sensitivity", unit="layers", per_item=1):
         done[unit.name] = {unit.steps[-1]: base}
         for value in sorted({_near(unit, share) for share in SHARES} - {unit.steps[-1]}):
-            widths = {ffn.name: unit.field.width(ffn, value) for ffn in unit.ffns}
-            with masked(model, unit.ffns, scores, widths):
+            lowest = {ffn.name: _ranked(scores[ffn.name])[unit.field.width(ffn, value) :] for ffn in unit.ffns}
+            with masked(model, unit.ffns, lowest):
                 done[unit.name][value] = loss_of(model, some)
         if file is not None:
             write_json(file, {"provenance": about, "curves": done})
     return done
+
+
+def _ranked(scores: Tensor) -> list[int]:
+    """Slots from the highest of `scores` `[slots]` to the lowest."""
+    return list(torch.argsort(scores, descending=True, stable=True).tolist())
 
 
 def _near(unit: Unit, share: float) -> int:
@@ -65,19 +70,18 @@ def _near(unit: Unit, share: float) -> int:
 
 
 @contextmanager
-def masked(model: Any, ffns: Sequence[Ffn], scores: dict[str, Tensor], widths: dict[str, int]) -> Iterator[None]:
-    """Let all but the best slots of `ffns` write nothing, for as long as that."""
+def masked(model: Any, ffns: Sequence[Ffn], slots: dict[str, list[int]]) -> Iterator[None]:
+    """Let the `slots` of `ffns`, by their names, write nothing, for as long as that."""
     kept = []
     for ffn in ffns:
-        rows = value_rows(model, ffn)
-        order = torch.argsort(scores[ffn.name], descending=True, stable=True)[widths[ffn.name] :].to(rows.device)
-        kept.append((rows, order, rows[order].clone()))
-        rows[order] = 0
+        rows, gone = value_rows(model, ffn), slots[ffn.name]
+        kept.append((rows, gone, rows[gone].clone()))
+        rows[gone] = 0
     try:
         yield
     finally:
-        for rows, order, former in kept:
-            rows[order] = former
+        for rows, gone, former in kept:
+            rows[gone] = former
 
 
 @torch.inference_mode()
@@ -95,8 +99,7 @@ def better(model: Any, chosen: Plan, uniform: Plan, tokens: Tensor, ffns: Sequen
     """The one of two plans whose masked model has the lower loss, with both losses in it."""
     losses = {}
     for name, plan in (("chosen", chosen), ("uniform", uniform)):
-        order = {item.name: _kept_first(item.kept, item.width_before) for item in plan.ffns}
-        with torch.inference_mode(), masked(model, ffns, order, {item.name: item.width for item in plan.ffns}):
+        with torch.inference_mode(), masked(model, ffns, {item.name: item.removed for item in plan.ffns}):
             losses[name] = loss_of(model, tokens[:SEQUENCES])
     log.info("plan: loss of masked slots: %.4f by layer, %.4f uniform", losses["chosen"], losses["uniform"])
     if losses["chosen"] > losses["uniform"]:
@@ -104,9 +107,3 @@ def better(model: Any, chosen: Plan, uniform: Plan, tokens: Tensor, ffns: Sequen
     plan = chosen if losses["chosen"] <= losses["uniform"] else uniform
     plan.validated.update(losses)
     return plan
-
-
-def _kept_first(kept: Sequence[int], width: int) -> Tensor:
-    scores = torch.zeros(width)
-    scores[list(kept)] = 1
-    return scores
