@@ -2,6 +2,7 @@
 
 import copy
 import os
+import random
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvprune.artifacts import FfnPlan, Plan
 from kvprune.dense import Dense
 from kvprune.ffn.walk import CannotWalkError
+from kvprune.stages.plan import layer_fields, model_size
 
 WIDTH = 48
 HIDDEN = 32
@@ -87,6 +90,22 @@ def save_model(folder: Path, shape: str = "llama", dtype: torch.dtype = torch.fl
     tiny_model(tiny_config(shape), dtype).save_pretrained(folder, **save)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def random_plan(dense: Dense, widths: list[int], seed: int) -> Plan:
+    """A plan that keeps random slots of every FFN and expert, as many as `widths` says."""
+    draw, layout = random.Random(seed), dense.layout
+    return Plan(
+        provenance={},
+        budget={},
+        before=model_size(dense, [ffn.width for ffn in layout.ffns]),
+        after=model_size(dense, widths),
+        ffns=[
+            FfnPlan(ffn.name, ffn.width, sorted(draw.sample(range(ffn.width), width)))
+            for ffn, width in zip(layout.ffns, widths, strict=True)
+        ],
+        layers=layer_fields(layout, widths),
+    )
 
 
 def words(count: int) -> str:

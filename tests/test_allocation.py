@@ -2,7 +2,6 @@
 
 import gc
 import json
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvprune
-from kvprune.artifacts import FfnPlan, Plan, RunFolder
+from kvprune.artifacts import Plan, RunFolder
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.allocate import Limit, Unit, allocate, curve_worth, score_worth, units_of
@@ -26,8 +25,7 @@ from kvprune.ffn.layout import Ffn, Field, Layout
 from kvprune.ffn.watching import value_rows, watched
 from kvprune.recipe import make_recipe
 from kvprune.stages.export import export, mask_slots
-from kvprune.stages.plan import layer_fields, model_size
-from tests.conftest import HIDDEN, WIDTH, recipe_data, save_model, tiny_model, tiny_tokenizer
+from tests.conftest import HIDDEN, WIDTH, random_plan, recipe_data, save_model, tiny_model, tiny_tokenizer
 from tests.families import family_config
 
 LOAD = """
@@ -54,22 +52,11 @@ BY_LAYER = (
 
 def plan_by_layer(dense: Dense, step: int) -> Plan:
     """Another width in every layer, and random slots."""
-    draw, layout = random.Random(1), dense.layout
-    widths = []
+    layout, widths = dense.layout, []
     for ffn in layout.ffns:
         field, at = layout.field_of(ffn), layout.layers.index(ffn.layer)
         widths.append(field.width(ffn, max(step, field.value - step * (1 + at % 2))))
-    return Plan(
-        provenance={},
-        budget={},
-        before=model_size(dense, [ffn.width for ffn in layout.ffns]),
-        after=model_size(dense, widths),
-        ffns=[
-            FfnPlan(ffn.name, ffn.width, sorted(draw.sample(range(ffn.width), width)))
-            for ffn, width in zip(layout.ffns, widths, strict=True)
-        ],
-        layers=layer_fields(layout, widths),
-    )
+    return random_plan(dense, widths, seed=1)
 
 
 def test_widths_by_layer_load_in_a_fresh_process(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Every family of models: found, cut to random slots of every FFN and expert, loaded by stock classes, and equal."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvprune.artifacts import FfnPlan, Plan, RunFolder
+from kvprune.artifacts import Plan, RunFolder
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.find import find_layout
 from kvprune.recipe import make_recipe
 from kvprune.stages.export import export, mask_slots
-from kvprune.stages.plan import layer_fields, model_size
-from tests.conftest import tiny_model, tiny_tokenizer
+from kvprune.stages.plan import ffn_widths
+from tests.conftest import random_plan, tiny_model, tiny_tokenizer
 from tests.families import FAMILIES, family_config
 
 # What cannot be slimmed, and a part of the reason that is told.
@@ -42,31 +41,14 @@ REFUSED = {
 UNCUT = ("inkling2_text", "inkling2_loop_text")
 
 
-def random_plan(dense: Dense, share: float, step: int, seed: int = 0) -> Plan:
-    """Other random slots for each FFN and expert: about `share` of them, in multiples of `step` of each field."""
-    draw, layout = random.Random(seed), dense.layout
-    values = {field.name: max(step, round(field.value * share / step) * step) for field in layout.fields}
-    widths = [layout.field_of(ffn).width(ffn, values[layout.field_of(ffn).name]) for ffn in layout.ffns]
-    return Plan(
-        provenance={},
-        budget={"keep": share},
-        before=model_size(dense, [ffn.width for ffn in layout.ffns]),
-        after=model_size(dense, widths),
-        ffns=[
-            FfnPlan(ffn.name, ffn.width, sorted(draw.sample(range(ffn.width), width)))
-            for ffn, width in zip(layout.ffns, widths, strict=True)
-        ],
-        layers=layer_fields(layout, widths),
-    )
-
-
 def slimmed(tmp_path: Path, name: str, dtype: torch.dtype, step: int) -> tuple[Dense, Plan, Path]:
     """A tiny model of a family, saved in shards, and its slim checkpoint."""
     folder = tmp_path / "dense"
     tiny_model(family_config(name), dtype).save_pretrained(folder, max_shard_size="40KB")
     tiny_tokenizer().save_pretrained(folder)
     dense = open_dense(str(folder))
-    plan = random_plan(dense, 0.6, step)
+    values = {field.name: max(step, round(field.value * 0.6 / step) * step) for field in dense.layout.fields}
+    plan = random_plan(dense, ffn_widths(dense.layout, values), seed=0)
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     run.plan.write_text("{}")

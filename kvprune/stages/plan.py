@@ -22,11 +22,6 @@ Widths = dict[str, int]  # values of the config's width fields, by their names
 ALIGNED_BYTES = 16  # transformers' grouped products of experts fail on rows that are no multiple of this
 
 
-def full_widths(layout: Layout) -> Widths:
-    """The fields as they are."""
-    return {field.name: field.value for field in layout.fields}
-
-
 def ffn_widths(layout: Layout, widths: Widths) -> list[int]:
     """Slots of every FFN with the fields at these values."""
     fields = {name: field for field in layout.fields for name in field.multiples}
@@ -99,7 +94,7 @@ def _under_ceiling(section: PlanSection, dense: Dense, steps: dict[str, list[int
     key, ceiling = ("params", budget.params) if budget.params is not None else ("bytes", budget.bytes)
     assert ceiling is not None  # a budget has exactly one unit
     unit = {"params": "total_params", "bytes": "bytes"}[key]
-    full = full_widths(layout)
+    full = {field.name: field.value for field in layout.fields}
 
     def at(share: Fraction) -> Widths:
         return {
