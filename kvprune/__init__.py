@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvprune.artifacts import Plan as Plan
     from kvprune.errors import KvpruneError as KvpruneError
+    from kvprune.inspecting import inspect as inspect
     from kvprune.options import Options as Options
     from kvprune.pipeline import calibrate as calibrate
     from kvprune.pipeline import evaluate as evaluate
@@ -37,6 +38,7 @@ _HOMES = {
     "export": "pipeline",
     "evaluate": "pipeline",
     "show": "pipeline",
+    "inspect": "inspecting",
     "Recipe": "schema",
     "load_recipe": "recipe",
     "make_recipe": "recipe",

@@ -29,6 +29,7 @@ EXAMPLES = {
     "export": "kvprune export runs/quickstart",
     "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
     "show": "kvprune show runs/quickstart",
+    "inspect": "kvprune inspect runs/quickstart --removed --html memory.html",
 }
 ABOUT = {
     "run": "all stages in order: calibrate, plan, refit, export, evaluate; what is done and current is not redone",
@@ -38,6 +39,7 @@ ABOUT = {
     "export": "write the slim checkpoint and verify it",
     "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
     "show": "print what a run is: recipe, stages, budget, firing, results",
+    "inspect": "what slots detect and write, and what pruning makes the model forget; of a run, or of any model",
 }
 
 
@@ -109,7 +111,39 @@ def parser() -> argparse.ArgumentParser:
         verb("show"),
     ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
+    _inspect_arguments(verb("inspect", where, walk, trust, change))
     return top
+
+
+def _inspect_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "target", metavar="RUN|MODEL", help="a run folder; or a model, calibrated first (--set says on what)"
+    )
+    made.add_argument(
+        "--slot",
+        action="append",
+        default=[],
+        metavar="LAYER:INDEX",
+        help="tell of this slot; LAYER.EXPERT:INDEX of experts",
+    )
+    made.add_argument("--layer", type=int, metavar="L", help="tell of slots of this layer")
+    made.add_argument(
+        "--top", type=_positive, metavar="N", help="of so many of a layer, or of each (10; on a page 16 of each layer)"
+    )
+    made.add_argument("--score", metavar="NAME", help="by which they are the top (default: the recipe's plan.score)")
+    made.add_argument(
+        "--only",
+        metavar="SECTIONS",
+        help="some of firing,triggers,values,layers; firing alone needs no pass",
+    )
+    made.add_argument(
+        "--removed", action="store_true", help="where the slim model is worse, and the removed slots that spoke there"
+    )
+    made.add_argument(
+        "--held-out", metavar="TEXT", help="the text for --removed, as in calibrate.text (default: the builtin task's)"
+    )
+    made.add_argument("--all", metavar="FILE", help="write what is known of every slot, a JSON object a line")
+    made.add_argument("--html", metavar="FILE", help="write one page that holds all of it and needs no network")
 
 
 def _positive(text: str) -> int:
@@ -235,6 +269,8 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
             assert recipe is not None
             stats = pipeline.calibrate(recipe, arguments.output, options=options)
             return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
+        case "inspect":
+            return _inspect(arguments, options)
         case "evaluate":
             results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
             return results, _results_text(results, arguments.folder)
@@ -258,6 +294,28 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
         case _:
             folder = pipeline.export(arguments.folder, options=options)
             return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
+
+
+def _inspect(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
+    from kvprune.inspecting import inspect
+    from kvprune.reading.report import SECTIONS
+    from kvprune.results.inspection import render
+
+    found = inspect(
+        arguments.target,
+        slots=arguments.slot,
+        layer=arguments.layer,
+        top=arguments.top,
+        score=arguments.score,
+        sections=SECTIONS if arguments.only is None else arguments.only.split(","),
+        removed=arguments.removed,
+        held_out=arguments.held_out,
+        all_slots=arguments.all,
+        html=arguments.html,
+        overrides=arguments.set,
+        options=options,
+    )
+    return found, render(found)
 
 
 def _plan_text(made: Any, arguments: argparse.Namespace) -> str:

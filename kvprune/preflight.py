@@ -22,6 +22,8 @@ from kvprune.schema import Recipe
 SPARE_SHARE = 0.5  # of the memory that is left, for Gram matrices of more than one FFN at a time
 STATS_BYTES_PER_SLOT = 33 * 8 + 4 * 8 + 3 * 4  # histogram, float64 sums, float32 maximum and norms
 
+TOP_BYTES_PER_SLOT = 10 * (4 + 8) + 4  # ten triggers: a coefficient and a place each; a norm
+
 
 def tell_budget(recipe: Recipe, dense: Dense, before: Size, after: Size, widths: dict[str, int]) -> None:
     """Log the FFNs found, parameters in and out of them, and what the budget means in each unit."""
@@ -78,17 +80,20 @@ class Need:
 
 
 def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool) -> Need:
-    """What `stage` (calibrate, refit) takes, an estimate; with `whole`, by forwards of the whole model."""
+    """What `stage` (calibrate, refit, inspect) takes, an estimate; with `whole`, by forwards of the whole model."""
     section, layout = recipe.calibrate, dense.layout
     size, width, hidden = setup.dtype.itemsize, layout.widest, max(ffn.hidden for ffn in layout.ffns)
     weights = layout.total_params if whole else max(_layer_elements(dense, layer) for layer in layout.layers)
+    if stage == "inspect" and not whole:
+        weights += dense.text_config.vocab_size * hidden  # the head
     reached = max(sum(ffn.width for ffn in layout.ffns if ffn.layer == layer) for layer in layout.layers)
     runs = 2 if stage == "refit" and recipe.refit.method == "sequential" else 1
-    gram = stage == "refit" or "gram" in section.collect
+    gram = stage == "refit" or (stage == "calibrate" and "gram" in section.collect)
     solving = solving_type(width).itemsize
     # A refit holds two sums, two problems, and for a solution a scaled copy and its factor; an elimination an inverse.
     matrices = width**2 * (8 + 5 * solving if stage == "refit" else 4 + 3 * solving) + 2 * width * hidden * solving
     counted = STATS_BYTES_PER_SLOT * (sum(ffn.width for ffn in layout.ffns) if whole else reached)
+    tops = TOP_BYTES_PER_SLOT * sum(ffn.width for ffn in layout.ffns)
     sequences = -(-section.tokens // section.sequence_length // setup.ranks.count)
     length = section.sequence_length
     graph = length * (len(layout.layers) * (4 * width + 16 * hidden) * size + 12 * dense.text_config.vocab_size)
@@ -96,7 +101,7 @@ def need(recipe: Recipe, dense: Dense, setup: Setup, *, stage: str, whole: bool)
     return Need(
         weights=weights * size * (1 if whole else runs),
         batch=max(gradients, min(setup.batch_size, sequences) * length * (4 * width + 8 * hidden) * size),
-        sums=(counted if stage == "calibrate" else 0) + gram * matrices,
+        sums=counted * (stage == "calibrate") + tops * (stage == "inspect") + gram * matrices,
         grams=gram * (8 if stage == "refit" else 4) * width**2,
         hidden=0 if whole else runs * sequences * section.sequence_length * hidden * size,
     )

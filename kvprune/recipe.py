@@ -1,5 +1,6 @@
 """The recipe: what is done to which model. Parsed, completed and checked before anything heavy is loaded."""
 
+import copy
 import difflib
 import os
 import re
@@ -64,14 +65,18 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
         raise KvpruneError(f"{path}: a recipe is a YAML mapping that starts with 'model:', got {type(data).__name__}")
+    return make_recipe(data, str(path), overrides)
+
+
+def make_recipe(data: dict[str, Any], where: str = "recipe", overrides: list[str] | None = None) -> Recipe:
+    """Check and complete recipe `data`, after `overrides`.
+
+    Raises KvpruneError with one line for every problem, each with its path.
+    """
+    data = copy.deepcopy(data)
     # A new score or method first: it resets the options that go with it.
     for override in sorted(overrides or [], key=lambda item: not item.startswith(("plan.score=", "refit.method="))):
         _override(data, override)
-    return make_recipe(data, str(path))
-
-
-def make_recipe(data: dict[str, Any], where: str = "recipe") -> Recipe:
-    """Check and complete recipe `data`. Raises KvpruneError with one line for every problem, each with its path."""
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from kvprune.ffn.find import find_layout
 from kvprune.ffn.forwards import count_batch, empty
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.watching import value_rows, watched
-from kvprune.inspect.firing import EDGES, effective, firing, gini, histogram, mean_share, ranked
+from kvprune.reading.firing import EDGES, effective, firing, gini, histogram, mean_share, ranked
 from tests.conftest import tiny_model
 from tests.families import family_config
 

@@ -16,9 +16,9 @@ from kvprune.ffn.find import find_layout
 from kvprune.ffn.layout import Layout
 from kvprune.ffn.walk import Setup
 from kvprune.ffn.watching import value_rows
-from kvprune.inspect.forgets import blame, forgets, most_risen, removed_slots, token_losses
-from kvprune.inspect.lens import compare, key_next, lens, next_pairs, sample, view_layers
-from kvprune.inspect.values import open_unembedding, walked_unembedding
+from kvprune.reading.forgets import blame, forgets, most_risen, removed_slots, token_losses
+from kvprune.reading.lens import compare, key_next, lens, next_pairs, sample, view_layers
+from kvprune.reading.values import open_unembedding, walked_unembedding
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.families import family_config
 
@@ -188,7 +188,7 @@ def test_memory_is_bounded_by_chunks_that_change_nothing(monkeypatch: pytest.Mon
     unembedding = open_unembedding(model, layout.layers)
     views = view_layers(model, layout, tokens(), sample(tokens(), 40, 1, 0), unembedding)
     whole = compare(views, unembedding)
-    monkeypatch.setattr("kvprune.inspect.values.CHUNK_ELEMENTS", 7 * len(unembedding.rows))
+    monkeypatch.setattr("kvprune.reading.values.CHUNK_ELEMENTS", 7 * len(unembedding.rows))
     for one, other in zip(compare(views, unembedding), whole, strict=True):
         assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-6)
 

@@ -13,7 +13,7 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.find import find_layout
 from kvprune.ffn.layout import Layout
 from kvprune.ffn.walk import Setup
-from kvprune.inspect.values import (
+from kvprune.reading.values import (
     Unembedding,
     coherence,
     coherences,
@@ -103,7 +103,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, unembedding = opened("gpt2")
     directions = torch.randn(50, unembedding.hidden, generator=torch.Generator().manual_seed(0))
     whole = read_values(directions, unembedding)
-    monkeypatch.setattr("kvprune.inspect.values.CHUNK_ELEMENTS", 7 * len(unembedding.rows))
+    monkeypatch.setattr("kvprune.reading.values.CHUNK_ELEMENTS", 7 * len(unembedding.rows))
     assert [len(chunk) for chunk in unembedding.chunks(directions)] == [7] * 7 + [1]
     assert torch.equal(read_values(directions, unembedding).promoted, whole.promoted)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvprune.inspect.page import embedded, page
+from kvprune.reading.page import embedded, page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")

@@ -17,15 +17,17 @@ ROOMS = [
     ["recipe", "artifacts", "card"],
     ["sources", "ffn"],
     ["dense", "staleness"],
-    ["config", "inspect"],
+    ["config", "reading"],
     ["stages"],
     ["results"],
     ["preflight"],
     ["options"],
+    ["opening", "tokens"],
     ["pipeline"],
+    ["inspecting"],
     ["cli"],
 ]
-INSIDE = {"sources", "ffn", "inspect", "results"}
+INSIDE = {"sources", "ffn", "reading", "results"}
 
 
 def room_of(name: str) -> str:

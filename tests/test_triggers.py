@@ -15,7 +15,7 @@ from kvprune.ffn.experts import Seen
 from kvprune.ffn.layout import Ffn
 from kvprune.ffn.walk import Setup
 from kvprune.ffn.watching import value_rows, watched
-from kvprune.inspect.triggers import Top, add_seen, collect_tops, contexts, empty_top, make_text, shared, split_text
+from kvprune.reading.triggers import Top, add_seen, collect_tops, contexts, empty_top, make_text, shared, split_text
 from kvprune.sources.origins import Origins
 from tests.conftest import HIDDEN, tiny_config, tiny_model, tiny_tokenizer
 from tests.families import family_config

@@ -146,6 +146,10 @@ class Layout:
         """Indices of the FFNs in decoder layer `index`."""
         return [at for at, ffn in enumerate(self.ffns) if ffn.layer == self.layers[index]]
 
+    def as_data(self) -> list[dict[str, Any]]:
+        """The FFNs, as artifacts list them."""
+        return [{"name": ffn.name, "width": ffn.width, "layer": ffn.layer, "expert": ffn.expert} for ffn in self.ffns]
+
     def field_of(self, ffn: Ffn) -> Field:
         """What sets the width of `ffn`."""
         return next(field for field in self.fields if ffn.name in field.multiples)

@@ -8,7 +8,7 @@ import torch
 from kvprune.artifacts import RunFolder, budget_words, read_json, read_meta, read_plan
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
-from kvprune.inspect.firing import grouped
+from kvprune.reading.firing import grouped
 from kvprune.recipe import dump_recipe
 from kvprune.results.table import budget_table, grid, refit_table, results_table, width_lines
 from kvprune.schema import Recipe

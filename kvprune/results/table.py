@@ -4,7 +4,7 @@ from typing import Any
 
 from kvprune.artifacts import UNITS
 from kvprune.card import mean_errors
-from kvprune.inspect.firing import grouped
+from kvprune.reading.firing import grouped
 
 MOST_WIDTHS = 128  # that are told one by one
 

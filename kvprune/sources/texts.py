@@ -7,8 +7,10 @@ start with BOS where the tokenizer adds one. Sequences are drawn, in a seeded or
 """
 
 import hashlib
+import importlib
 import json
 import os
+import platform
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ SHUFFLE_ROWS = 10_000  # of a streamed data set: rows held at once to draw from
 PIECE = 2**20  # characters tokenised at once, so that a huge document is not tokenised whole
 Document = str | list[dict[str, str]]  # a text, or the messages of a chat
 T = TypeVar("T")  # a token: its id, or the id with more of it
+TASK_TEXT = "builtin-task"  # what the builtin task judges on: not for calibration, if the judgement is to mean much
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
@@ -101,8 +104,8 @@ def text_fingerprint(sources: list[TextSource]) -> dict[str, Any]:
 
 def _fingerprint(source: TextSource) -> Any:
     kind, path = _kind(source), Path(source.source)
-    if kind in ("builtin", "datasets", "self"):
-        return digest(BUILTIN_TEXT) if kind == "builtin" else None
+    if kind in ("builtin", TASK_TEXT, "datasets", "self"):
+        return {"builtin": digest(BUILTIN_TEXT), TASK_TEXT: platform.python_version()}.get(kind)
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     base = path if path.is_dir() else path.parent
     found = [file for file in files if file.is_file()]
@@ -203,7 +206,7 @@ def check_text(source: TextSource) -> None:
         raise KvpruneError(
             f"calibrate.text: config and split are for a data set of the Hub, and {source.source} is not one"
         )
-    if kind in ("builtin", "txt", "self") and source.field is not None:
+    if kind in ("builtin", TASK_TEXT, "txt", "self") and source.field is not None:
         raise KvpruneError(f"calibrate.text.field: {source.source} has no fields; remove it")
     there = os.path.exists(path) if kind == "txt" else os.path.isfile(path)  # noqa: PTH110, PTH113
     if kind in ("jsonl", "parquet", "txt") and not there:
@@ -223,6 +226,9 @@ def named_documents(source: TextSource, seed: int) -> Iterator[tuple[str, Docume
     match _kind(source):
         case "builtin":
             yield from _shuffled(list(_rows(_jsonl(BUILTIN_TEXT), "builtin", "text")), seed)
+        case "builtin-task":
+            texts = importlib.import_module("kvprune.data.tasks.builtin_text").load()["test"]
+            yield from _shuffled(list(_rows(enumerate(texts, 1), TASK_TEXT, "text")), seed)
         case "jsonl":
             yield from _shuffled(list(_rows(_jsonl(path), str(path), source.field)), seed)
         case "parquet":
@@ -237,7 +243,7 @@ def named_documents(source: TextSource, seed: int) -> Iterator[tuple[str, Docume
 
 def _kind(source: TextSource) -> str:
     path = Path(source.source)
-    if source.source in ("builtin", "self"):
+    if source.source in ("builtin", TASK_TEXT, "self"):
         return source.source
     if path.suffix in (".jsonl", ".txt", ".parquet"):
         return path.suffix[1:]

@@ -71,9 +71,7 @@ def describe(recipe: Recipe, dense: Dense, tokens: Tensor, setup: Setup) -> dict
         run=setup.about(),
         counted=len(tokens) * (tokens.shape[1] - recipe.calibrate.skip_first),
         layout={
-            "ffns": [
-                {"name": ffn.name, "width": ffn.width, "layer": ffn.layer, "expert": ffn.expert} for ffn in layout.ffns
-            ],
+            "ffns": layout.as_data(),
             "fields": {field.name: field.value for field in layout.fields},
         },
     )

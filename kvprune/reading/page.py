@@ -41,7 +41,7 @@ def embedded(data: Any) -> str:
 
 def _part(name: str) -> str:
     """A file that lies beside this module."""
-    return resources.files("kvprune.inspect").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("kvprune.reading").joinpath(name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:

@@ -20,7 +20,8 @@ from kvprune.ffn.fields import trunk
 from kvprune.ffn.layout import Ffn, Layout
 from kvprune.ffn.walk import Walker
 from kvprune.ffn.watching import watched
-from kvprune.inspect.values import Unembedding, Values, all_values, each_values, folded, open_values, probe
+from kvprune.progress import progress
+from kvprune.reading.values import Unembedding, Values, all_values, each_values, folded, open_values, probe
 
 POSITIONS = 512
 NOTHING = -1  # in place of a token where no slot wrote anything
@@ -101,7 +102,9 @@ def view_layers(
         mine = listener(index, batch)
         mine.residual = states[mine.at]
 
-    for _ in each_pass(source, layout, batches, see, after):
+    passes = each_pass(source, layout, batches, see, after)
+    rounds = len(batches) * (len(layout.layers) if isinstance(source, Walker) else 1)
+    for _ in progress(passes, total=rounds, label="layers", unit="batches"):
         for index, batch in sorted(listeners):
             views[index].append(listeners.pop((index, batch)).view(unembedding))
     return [
@@ -267,7 +270,8 @@ def next_pairs(
     """
     flat, length = tokens.flatten(), tokens.shape[1]
     found: dict[str, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layout.layers}
-    for values in each_values(source, layout) if tops else ():
+    every = each_values(source, layout) if tops else ()
+    for values in progress(every, total=len(layout.ffns), label="keys and values", unit="FFNs"):
         ffn = values.ffn
         if ffn.name not in tops or ffn.hidden != unembedding.hidden:
             continue

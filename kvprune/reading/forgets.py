@@ -13,8 +13,9 @@ from torch import Tensor
 from kvprune.artifacts import Plan
 from kvprune.ffn.experts import Seen
 from kvprune.ffn.layout import Layout
-from kvprune.inspect.lens import batches_with, each_pass, gates_at, rows_at
-from kvprune.inspect.values import Values, token_text
+from kvprune.progress import progress
+from kvprune.reading.lens import batches_with, each_pass, gates_at, rows_at
+from kvprune.reading.values import Values, token_text
 
 WORST = 50  # tokens that are told of
 SLOTS = 5  # removed slots that are told of at each
@@ -70,8 +71,10 @@ def token_losses(model: Any, tokens: Tensor) -> Tensor:
 
     Sequence by sequence: logits of one are in memory, and no batch size matters.
     """
-    losses = [_losses(model, sequence) for sequence in tokens.to(model.device)]
-    return torch.stack(losses).cpu()
+    each = progress(
+        tokens.to(model.device), total=tokens.numel(), label="losses", unit="tokens", per_item=tokens.shape[1]
+    )
+    return torch.stack([_losses(model, sequence) for sequence in each]).cpu()
 
 
 def _losses(model: Any, sequence: Tensor) -> Tensor:

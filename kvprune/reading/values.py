@@ -9,7 +9,7 @@ would do that anyway, and its epsilon must not decide about short values.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -230,6 +230,10 @@ class Readings:
     suppressed: Tensor  # int64 [slots, top]
     suppressed_logits: Tensor  # float32 [slots, top]
     coherence: Tensor  # float32 [slots]
+
+    def of(self, index: Sequence[int]) -> "Readings":
+        """The readings of some of the slots."""
+        return Readings(*(getattr(self, field.name)[list(index)] for field in fields(self)))
 
 
 @torch.inference_mode()

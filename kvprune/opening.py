@@ -1,0 +1,96 @@
+"""How a verb begins: the recipe, the run folder, the model, and all that can be checked before minutes are spent."""
+
+from pathlib import Path
+
+from kvprune import config as configuring
+from kvprune import preflight
+from kvprune.artifacts import RunFolder, read_meta
+from kvprune.dense import Dense, open_dense
+from kvprune.errors import KvpruneError, StaleError
+from kvprune.options import Options, prepare
+from kvprune.ranks import launched
+from kvprune.recipe import load_recipe
+from kvprune.schema import Recipe
+from kvprune.sources.texts import check_text
+from kvprune.stages import plan as planning
+from kvprune.staleness import STAGES, stage_states
+
+
+def begin(recipe: str | Path | Recipe, folder: str | Path, overrides: list[str] | None) -> tuple[Recipe, RunFolder]:
+    """A recipe and the run folder that is its own: a new one, or one of the same model."""
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, overrides)
+    elif overrides:
+        raise KvpruneError("overrides are for a recipe file; change the Recipe with model_copy instead")
+    place = RunFolder(Path(folder))
+    if place.recipe.is_file():
+        former = load_recipe(place.recipe)
+        if former.model != recipe.model:
+            raise KvpruneError(
+                f"{folder}: is a run of model {former.model}, and the recipe is of {recipe.model}; use another -o"
+            )
+    elif place.path.exists() and (not place.path.is_dir() or any(place.path.iterdir())):
+        raise KvpruneError(f"{folder}: exists and is not a run folder (no recipe.yaml); use another -o")
+    return recipe, place
+
+
+def resume(folder: str | Path, overrides: list[str] | None, stage: str) -> tuple[Recipe, RunFolder]:
+    """A run folder and its recipe; `overrides` may change the stage's own section only."""
+    place = RunFolder(Path(folder))
+    if not place.recipe.is_file():
+        raise KvpruneError(
+            f"{folder}: not a run folder (no recipe.yaml); start one with: kvprune run RECIPE -o {folder}"
+        )
+    for override in overrides or []:
+        if not override.startswith(f"{stage}."):
+            raise KvpruneError(
+                f"--set {override}: kvprune {stage} changes {stage}.* only; use kvprune run with --set for others"
+            )
+    return load_recipe(place.recipe, overrides), place
+
+
+def need(place: RunFolder, recipe: Recipe, stage: str) -> None:
+    """Refuse where a stage before `stage` is missing or stale, naming what changed and the command."""
+    states = stage_states(place, recipe)
+    for name in STAGES[: STAGES.index(stage)]:
+        state = states[name]
+        if state.status != "current":
+            command = (
+                f"kvprune calibrate {place.recipe} -o {place.path}"
+                if name == "calibrate"
+                else f"kvprune {name} {place.path}"
+            )
+            why = f": {state.reason}" if state.reason else ""
+            raise StaleError(f"{place.path}: {name} is {state.status}{why}; run: {command}")
+
+
+def open_checked(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = ()) -> Dense:
+    """Open the model, and check all that can be checked before minutes are spent on the stages `walks`."""
+    for source in recipe.calibrate.text:
+        check_text(source)
+    commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
+    dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
+    most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
+    if most is not None and 0 < most < length:
+        raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
+    if recipe.plan.allocation != "uniform":
+        configuring.check_by_layer(dense, recipe.plan)
+    widths = planning.choose_widths(recipe.plan, dense)  # of another allocation about the size, in all
+    slots = planning.ffn_widths(dense.layout, widths)
+    if recipe.plan.allocation == "uniform":
+        planning.check_protected(recipe.plan, dense.layout, slots)
+    before, after = (planning.model_size(dense, each) for each in ([ffn.width for ffn in dense.layout.ffns], slots))
+    states = stage_states(place, recipe)
+    if states["plan"].status != "current":
+        preflight.tell_budget(recipe, dense, before, after, widths)
+    if states["export"].status != "current":
+        preflight.check_disk(place.path, after.bytes)
+    if recipe.refit.method != "none":
+        dense.stored_dtype()  # what refitted values must be written in
+        dense.check_values()
+    if recipe.plan.allocation == "sensitivity" and states["plan"].status != "current":
+        prepare(recipe, dense, options, launched(), "plan")
+    for stage in walks:
+        if states[stage].status != "current":
+            prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
+    return dense
