@@ -61,13 +61,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="sequences at once (default: 8); lower it when memory runs out",
     )
-    walk = argparse.ArgumentParser(add_help=False)
-    walk.add_argument(
+    limit = argparse.ArgumentParser(add_help=False)
+    limit.add_argument(
         "--memory",
         type=_size,
         metavar="SIZE",
-        help="beyond it hidden states go to disk, as 4GiB (default: what is free)",
+        help="what may be used, as 4GiB; beyond it hidden states go to disk (default: what is free)",
     )
+    walk = argparse.ArgumentParser(add_help=False, parents=[limit])
     walk.add_argument("--hidden-cache", metavar="DIR", help="where hidden states go (default: in the run folder)")
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
@@ -111,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
         verb("show"),
     ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
-    _inspect_arguments(verb("inspect", where, walk, trust, change))
+    _inspect_arguments(verb("inspect", where, limit, trust, change))
     return top
 
 

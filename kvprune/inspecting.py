@@ -19,8 +19,8 @@ from kvprune.options import DEFAULT, Options, prepare
 from kvprune.progress import log
 from kvprune.ranks import ALONE, launched
 from kvprune.reading.forgets import removed_slots, token_losses
-from kvprune.reading.page import page
-from kvprune.reading.report import SECTIONS, Asked, Findings, HeldOut, Subject, report
+from kvprune.reading.page import MARK, page
+from kvprune.reading.report import SECTIONS, Asked, Findings, HeldOut, Subject, choose, report
 from kvprune.reading.slots import Choice
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.schema import Calibrate, PlanSection, Recipe, Score, TextSource
@@ -35,6 +35,7 @@ VERSION = 1
 PAGE_TOP = 16  # slots of each layer on a page, where none are asked for
 LAYER_TOP = 10  # slots of a layer that is asked for
 HELD_OUT_SEQUENCES = 24
+START = 1024  # bytes of a file that tell what wrote it
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,17 @@ def inspect(
         raise KvpruneError(f"--top {top}: should be 1 or more")
     if held_out is not None and not removed:
         raise KvpruneError("--held-out: says on which text --removed looks; add --removed")
-    for file, first in ((html, "<!doctype html>"), (all_slots, f'{{"format": "{FORMAT}')):
+    for file, mark in ((html, MARK), (all_slots, f'{{"format": "{FORMAT}"')):
         if file is not None:
-            _check_file(Path(file), first)
+            _check_file(Path(file), mark)
     run = _open(str(target), overrides, removed, options)
     section = _score_section(run.recipe.plan, score)
     if top is None:
         top = LAYER_TOP if layer is not None else PAGE_TOP if html is not None and not slots else 0
     subject = _subject(run, options)
+    some = choose(subject, Choice(tuple(slots), layer, top), section)
     missed = _held_out(run, subject, held_out or TASK_TEXT, options) if removed else None
-    asked = Asked(Choice(tuple(slots), layer, top), section, tuple(sections), all_slots is not None)
+    asked = Asked(some, tuple(sections), all_slots is not None)
     found, findings = report(subject, asked, missed)
     data = _head(run, subject) | found
     if all_slots is not None:
@@ -111,14 +113,17 @@ def _head(run: _Run, subject: Subject) -> dict[str, Any]:
     }
 
 
-def _check_file(path: Path, first: str) -> None:
-    """Refuse to write over what is no file of the same kind; those begin with `first`."""
+def _check_file(path: Path, mark: str) -> None:
+    """Refuse to write over what is no file of the same kind; those have `mark` near their start."""
     if not path.parent.is_dir():
         raise KvpruneError(f"{path}: there is no folder {path.parent}")
-    if path.exists():
-        start = path.open("rb").read(len(first)) if path.is_file() else b""
-        if start.lower() != first.encode():
-            raise KvpruneError(f"{path}: exists and was not written by kvprune inspect; use another name")
+    if not path.exists():
+        return
+    if path.is_file():
+        with path.open("rb") as file:
+            if mark.encode() in file.read(START):
+                return
+    raise KvpruneError(f"{path}: exists and was not written by kvprune inspect; use another name")
 
 
 def _open(target: str, overrides: list[str] | None, removed: bool, options: Options) -> _Run:
@@ -137,7 +142,7 @@ def _open(target: str, overrides: list[str] | None, removed: bool, options: Opti
     for override in overrides or ():
         if not override.startswith(("calibrate.", "dtype=")):
             raise KvpruneError(f"--set {override}: kvprune inspect changes calibrate.* and dtype of a model only")
-    recipe = make_recipe({"model": target}, target, overrides)
+    recipe = make_recipe({"model": target, "plan": {"budget": {"keep": 1}}}, target, overrides)
     identity = json.dumps([recipe.model_dump(mode="json", include={"model", "dtype", "calibrate"}), str(Path.cwd())])
     place = RunFolder(cache_folder() / "inspect" / hashlib.sha256(identity.encode()).hexdigest()[:16])
     pipeline.calibrate(recipe, place.path, options=options)

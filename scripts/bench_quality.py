@@ -1,99 +1,214 @@
-"""Perplexity of one model under many plans: what the scores are worth, side by side in one run.
+"""Pruning tools and methods side by side: one model, one text, one width for all, judged document by document.
 
-    KVPRUNE_DATA=folder python scripts/bench_quality.py
+    KVPRUNE_DATA=folder python scripts/bench_quality.py --runs runs/quality [--methods NAME ...] [--keep 0.8 0.6]
 
-SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file), counted on WikiText-2 validation (32,768 tokens in
-sequences of 512), keep 0.8 in every layer, round_to 1; perplexity on the first 12 x 1,024 tokens of WikiText-2 test,
-no BOS, 1,023 predictions a window, bfloat16. Removed slots are masked: tests hold that slim is the same.
+SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file), bfloat16. Calibration: 131,072 tokens of the first four
+fifths of WikiText-2 validation, in sequences of 512. Widths are multiples of 4. Judged on WikiText-2 test, all pages,
+and LAMBADA's texts, in windows of 1,024 tokens without BOS, and on tasks with a limit. Intervals are 95 %, paired by
+document or question. With --tune, only on what settings may be chosen by: the last fifth of the validation text, and
+Python's documentation. A cell that is done is kept in results.json and not done again, so it runs in pieces. The peers
+of PyPI are installed in a folder of their own first; `run_peer.py` says how.
 """
 
 import argparse
-import math
+import json
 import os
-import tempfile
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import quality_methods as formulas
 import torch
+from quality_judge import judged, losses, open_tests, perplexity, table
+from safetensors.torch import save_file
 
 import kvprune
-from kvprune.artifacts import Plan
+from kvprune.artifacts import RunFolder, read_tensors, write_json, write_text
 from kvprune.dense import Dense, open_dense
-from kvprune.recipe import make_recipe
-from kvprune.results.table import grid
-from kvprune.sources.models import BUILTIN, load_tokenizer
-from kvprune.stages.export import mask_slots
+from kvprune.recipe import make_recipe, parse_yaml
+from kvprune.schema import COLLECTED, TextSource
+from kvprune.sources.models import BUILTIN, load_model, load_tokenizer
+from kvprune.sources.texts import TASK_TEXT, documents, sequences
+from kvprune.stages.export import mask_slots, put_values
 
-WINDOW = 1024
-PLANS = [
-    ["score=wanda"],
-    ["score=fluctuation"],
-    ["score=activation_norm"],
-    ["score=contribution", "p=1.0"],
-    ["score=contribution", "p=1.5"],
-    ["score=contribution", "p=2.0"],
-    ["score=contribution", "p=3.0"],
-    ["score=contribution", "p=4.0"],
-    ["score=contribution", "p=1.0", "guard=true"],
-    ["score=fire_rate", "guard=false"],
-    ["score=fire_rate", "guard=true"],
-    ["score=fire_rate", "threshold=1.0", "guard=true"],
-    ["score=fire_rate", "threshold=4.0", "guard=true"],
-    ["score=weight_norm"],
-    ["score=random"],
-]
+TOKENS, LENGTH, ROUND_TO = 131_072, 512, 4
+PROJECT = Path(__file__).parents[1]
+Judging = Callable[[Any, str], dict[str, Any]]
 
 
-@torch.inference_mode()
-def perplexity(model: Any, tokens: list[int], windows: int) -> float:
-    """exp of the mean cross-entropy over the first windows of 1,024 `tokens`, no BOS."""
-    total = 0.0
-    for start in range(0, windows * WINDOW, WINDOW):
-        ids = torch.tensor([tokens[start : start + WINDOW]])
-        logits = model(ids, use_cache=False).logits[0, :-1].float()
-        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-    return math.exp(total / (windows * (WINDOW - 1)))
+@dataclass(frozen=True)
+class Method:
+    """How a slim model is made: by another tool, by values of a recipe, or by a formula of quality_methods."""
+
+    kind: str  # peer, formula, ours
+    values: list[str] = field(default_factory=list)  # of a recipe's plan and refit
+    peer: list[str] = field(default_factory=list)  # arguments of run_peer.py
+    formula: str = ""
+    recipe: str = ""  # one that ships, on the common text
+    text: Any = None  # another text
 
 
-def masked_perplexity(dense: Dense, plan: Plan, tokens: list[int], windows: int) -> float:
-    """Perplexity of the model with the plan's removed slots masked."""
-    model = dense.load("auto", "cpu")
-    mask_slots(model, dense.layout, plan)
-    return perplexity(model, tokens, windows)
+METHODS = {
+    "optipfair MAW": Method("peer", peer=["optipfair"]),
+    "optipfair MAW, data": Method("peer", peer=["optipfair", "--tokens"]),
+    "Torch-Pruning": Method("peer", peer=["torch-pruning"]),
+    "random": Method("formula", ["plan.score=random"]),
+    "firing rate": Method("formula", ["plan.score=fire_rate"]),
+    "Wanda-sp": Method("formula", ["plan.score=wanda"]),
+    "FLAP": Method("formula", ["plan.score=fluctuation"], formula="flap"),
+    "2SSP stage 1": Method("formula", ["plan.score=activation_norm"]),
+    "Minitron": Method("formula", formula="minitron"),
+    "OSSCAR": Method("formula", ["plan.score=greedy", "refit.method=oneshot", "refit.bias=none"]),
+    "Wanda-sp + GRAIL": Method("formula", ["plan.score=wanda"], formula="grail"),
+    "kvprune best": Method("ours", recipe="best"),
+    "kvprune best, half own text": Method("ours", recipe="best", text=["", "self"]),
+    "kvprune global": Method("ours", recipe="global"),
+    "kvprune global, half own text": Method("ours", recipe="global", text=["", "self"]),
+}
+
+
+class Bench:
+    """What all cells share."""
+
+    def __init__(self, runs: Path, data: Path, limit: int) -> None:
+        runs.mkdir(parents=True, exist_ok=True)
+        self.runs, self.data = runs, data
+        whole = (data / "wikitext2.valid.txt").read_text(encoding="utf-8")
+        end = whole.rindex("\n", 0, len(whole) * 4 // 5) + 1
+        self.text, self.held = runs / "calibrate.txt", whole[end:]
+        write_text(self.text, whole[:end])
+        self.dense: Dense = open_dense(BUILTIN)
+        self.tokenizer = load_tokenizer(self.dense.source)
+        self.limit = limit
+
+    def calibrated(self, method: Method) -> RunFolder:
+        """A run folder with the statistics that a method reads; methods share them."""
+        values = dict(item.split("=", 1) for item in method.values) | (_recipe(method.recipe) if method.recipe else {})
+        collect = ["counts", *({COLLECTED[score]} if (score := values.get("plan.score")) in COLLECTED else [])]
+        texts = [text or str(self.text) for text in method.text or [""]]
+        section = {"text": texts, "tokens": TOKENS, "sequence_length": LENGTH, "collect": collect}
+        recipe = make_recipe({"model": BUILTIN, "calibrate": section, "plan": {"round_to": ROUND_TO}})
+        place = self.runs / "-".join([*(Path(text).stem for text in texts), *collect[1:]])
+        kvprune.calibrate(recipe, place)
+        return RunFolder(place)
+
+    def slim(self, method: Method, keep: float) -> Any:
+        """The slim model."""
+        if method.peer:
+            return self._by_peer(method, keep)
+        run = self.calibrated(method)
+        values = [f"{key}={value}" for key, value in _recipe(method.recipe).items()] if method.recipe else method.values
+        plan_values = [item for item in values if item.startswith("plan.")]
+        plan = kvprune.plan(run.path, overrides=[f"plan.budget.keep={keep}", *plan_values])
+        kvprune.refit(
+            run.path, overrides=[item for item in values if item.startswith("refit.")] or ["refit.method=none"]
+        )
+        model, layout = self.dense.load("auto", "cpu"), self.dense.layout
+        new: dict[str, torch.Tensor] = {}
+        if method.formula:
+            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": TOKENS}})
+            found = formulas.gather(model, layout, sequences(recipe.calibrate, self.tokenizer))
+            if method.formula == "minitron":
+                scores = {name: formulas.minitron(item) for name, item in found.items()}
+                plan = formulas.with_kept(plan, formulas.highest(scores, plan.ffns[0].width))
+            else:
+                new = {"flap": formulas.flap_biases, "grail": formulas.grail_values}[method.formula](
+                    model, layout, plan, found
+                )
+        elif any(item.startswith("refit.method") and not item.endswith("none") for item in values):
+            new = read_tensors(run.values)[0]
+        mask_slots(model, layout, plan)
+        put_values(model, layout, plan, new)
+        return model
+
+    def _by_peer(self, method: Method, keep: float) -> Any:
+        out = self.runs / "peer"
+        full = self.dense.layout.ffns[0].width
+        width = min(range(ROUND_TO, full + 1, ROUND_TO), key=lambda each: abs(each - keep * full))
+        arguments = [method.peer[0], self.dense.source.folder, out, "--width", width]
+        if "--tokens" in method.peer:
+            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": TOKENS}})
+            save_file({"tokens": sequences(recipe.calibrate, self.tokenizer)}, self.runs / "tokens.safetensors")
+            arguments += ["--tokens", self.runs / "tokens.safetensors"]
+        path = os.pathsep.join([str(PROJECT / ".peers"), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, PROJECT / "scripts" / "run_peer.py", *arguments]
+        done = subprocess.run(
+            [*map(str, command)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{method.peer[0]}: {done.stderr[-2000:]}")
+        return load_model(out, dtype=self.dense.run_dtype("auto", "cpu"), device="cpu")[0]
+
+
+def _recipe(name: str) -> dict[str, str]:
+    """The plan and refit values of a recipe that ships, but for the budget and the rounding."""
+    data = parse_yaml((PROJECT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    skipped = ("budget", "round_to")
+    return {
+        f"{section}.{key}": str(value)
+        for section in ("plan", "refit")
+        for key, value in data.get(section, {}).items()
+        if key not in skipped
+    }
+
+
+def _judging(bench: Bench) -> Judging:
+    """Judge by the test sets."""
+    tests = open_tests(bench.data, bench.tokenizer, bench.limit)
+    return lambda model, key: judged(model, tests, bench.runs / "eval" / key, key)
+
+
+def _tuning(bench: Bench) -> Judging:
+    """Judge by the held-back end of the calibration text, and by another domain."""
+    seen = [str(text) for text in documents(TextSource(source=TASK_TEXT), 0)]
+    texts = {"wikitext": [bench.held], "lambada": seen}
+    tests = {name: [bench.tokenizer(text, verbose=False)["input_ids"] for text in some] for name, some in texts.items()}
+    return lambda model, _: {name: losses(model, some) for name, some in tests.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=12, help="of 1,024 tokens")
-    parser.add_argument("--keep", type=float, default=0.8)
-    parser.add_argument("--plans", type=int, default=len(PLANS), help="only the first plans of the list")
+    parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
+    parser.add_argument("--keep", nargs="+", type=float, default=[0.8, 0.6])
+    parser.add_argument("--limit", type=int, default=200, help="questions of each task")
+    parser.add_argument("--against", default="kvprune best", choices=METHODS, metavar="NAME")
+    parser.add_argument("--table", type=Path, help="write the table here, and its data beside it as .json")
+    parser.add_argument("--tune", action="store_true", help="judge on what settings may be chosen by")
     arguments = parser.parse_args()
     if not os.environ.get("KVPRUNE_DATA"):
-        raise SystemExit("KVPRUNE_DATA is not set: it names the folder with wikitext2.valid.txt and wikitext2.test.txt")
-    data = Path(os.environ["KVPRUNE_DATA"])
-    dense = open_dense(BUILTIN)
-    text = (data / "wikitext2.test.txt").read_text(encoding="utf-8")
-    tokens = load_tokenizer(dense.source)(text, verbose=False)["input_ids"]
-    recipe = make_recipe(
-        {
-            "model": BUILTIN,
-            "calibrate": {"text": str(data / "wikitext2.valid.txt"), "tokens": 32768, "sequence_length": 512},
-            "plan": {"budget": {"keep": arguments.keep}, "round_to": 1},
-        }
-    )
-    rows = [
-        ["plan", "perplexity"],
-        ["dense", f"{perplexity(dense.load('auto', 'cpu'), tokens, arguments.windows):.2f}"],
-    ]
-    print(rows[-1], flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        run = Path(name) / "run"
-        kvprune.calibrate(recipe, run)
-        for options in PLANS[: arguments.plans]:
-            plan = kvprune.plan(run, overrides=[f"plan.{option}" for option in options], dry_run=True)
-            rows.append([", ".join(options), f"{masked_perplexity(dense, plan, tokens, arguments.windows):.2f}"])
-            print(rows[-1], flush=True)
-    print(grid(rows))
+        raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2, LAMBADA and tasks")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    bench = Bench(arguments.runs.resolve(), Path(os.environ["KVPRUNE_DATA"]).resolve(), arguments.limit)
+    os.chdir(bench.data)  # its task files name their data from there
+    kept = bench.runs / ("tune.json" if arguments.tune else "results.json")
+    results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    judge = _tuning(bench) if arguments.tune else _judging(bench)
+    cells = [("dense", 1.0), *((name, keep) for keep in arguments.keep for name in arguments.methods)]
+    for name, keep in cells:
+        key = f"{name} {keep:g}"
+        if key not in results:
+            started = time.perf_counter()
+            model = bench.dense.load("auto", "cpu") if name == "dense" else bench.slim(METHODS[name], keep)
+            made = time.perf_counter()
+            found = judge(model, key)
+            results[key] = {
+                **found,
+                "kind": METHODS[name].kind if name in METHODS else "",
+                "seconds": {"make": round(made - started), "judge": round(time.perf_counter() - made)},
+            }
+            write_json(kept, results)
+            figures = {name: round(perplexity(found[name]), 3) for name in ("wikitext", "lambada")}
+            print(key, figures, results[key]["seconds"], flush=True)
+    text = table(results, arguments.keep, arguments.against)
+    print(text)
+    if arguments.table:
+        write_text(arguments.table, text + "\n")
+        write_json(arguments.table.with_suffix(".json"), results)
 
 
 if __name__ == "__main__":

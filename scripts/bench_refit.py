@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_quality import perplexity
+from bench_scores import perplexity
 
 import kvprune
 from kvprune.artifacts import RunFolder, read_plan, read_tensors, write_json

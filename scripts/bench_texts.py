@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_quality import WINDOW, perplexity
+from bench_scores import WINDOW, perplexity
 
 import kvprune
 from kvprune.dense import open_dense

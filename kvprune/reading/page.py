@@ -22,6 +22,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+MARK = '<meta name="generator" content="kvprune">'  # by which a page is known
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")  # in JSON inside HTML inside UTF-8
 
 

@@ -57,8 +57,7 @@ class HeldOut:
 class Asked:
     """What is wanted of an inspection."""
 
-    choice: Choice
-    score: PlanSection  # by which top slots are chosen
+    slots: Sequence[Slot] = ()
     sections: Sequence[str] = SECTIONS
     every_slot: bool = False
 
@@ -98,13 +97,18 @@ class Findings:
                 advance(ffn.width)
 
 
+def choose(subject: Subject, choice: Choice, score: PlanSection) -> list[Slot]:
+    """The slots of a choice, the top ones by `score`. Raises KvpruneError for what is not there."""
+    return chosen(choice, names_of(subject.dense.layout), _scores(subject, score) if choice.top else {})
+
+
 def report(subject: Subject, asked: Asked, held_out: HeldOut | None = None) -> tuple[dict[str, Any], Findings]:
     """Look at a model. Returns the sections that were asked for, and what is known of slots.
 
-    With `held_out`, also what was removed, and where it is missed. Raises KvpruneError for slots that are not there.
+    With `held_out`, also what was removed, and where it is missed.
     """
     layout, names = subject.dense.layout, names_of(subject.dense.layout)
-    slots = chosen(asked.choice, names, _scores(subject, asked.score) if asked.choice.top else {})
+    slots = list(asked.slots)
     sections = set(asked.sections)
     data: dict[str, Any] = {}
     if "firing" in sections:

@@ -10,7 +10,7 @@ would do that anyway, and its epsilon must not decide about short values.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class Unembedding:
         """The unembedding `[vocabulary, size]`: a row a token."""
         weight: Tensor = self.model.get_output_embeddings().weight.detach()
         return weight
+
+    @cached_property
+    def centre(self) -> Tensor:
+        """The mean of the unembedding over all tokens, `[size]`: what all tokens have in common says nothing of any."""
+        return self.rows.float().mean(0)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -246,7 +251,13 @@ def read_values(directions: Tensor, unembedding: Unembedding, top: int = TOP) ->
 def _read(directions: Tensor, unembedding: Unembedding, top: int) -> tuple[Tensor, ...]:
     logits = unembedding.of_directions(directions)
     high, low = logits.topk(top, dim=1), logits.topk(top, dim=1, largest=False)
-    return high.indices, high.values, low.indices, low.values, coherences(unembedding.rows[high.indices])
+    return (
+        high.indices,
+        high.values,
+        low.indices,
+        low.values,
+        coherences(unembedding.rows[high.indices] - unembedding.centre),
+    )
 
 
 def coherences(rows: Tensor) -> Tensor:

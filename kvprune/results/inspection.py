@@ -4,11 +4,12 @@ from typing import Any
 
 from kvprune.results.table import grid
 
-MOST_SLOTS = 12  # of those that pruning is missed at
+MOST_SLOTS = 24  # that are told of
 MOST_TOKENS = 12
 TRIGGERS = 5  # of a slot
 TOKENS = 8  # that a value promotes or suppresses
 AROUND = 48  # characters on each side of a trigger
+MORE = "single slots: --slot LAYER:INDEX, --layer L --top N, --all FILE; all of it on a page: --html FILE"
 
 
 def render(data: dict[str, Any]) -> str:
@@ -23,21 +24,14 @@ def render(data: dict[str, Any]) -> str:
         parts += ["", _coherence(data["coherence"])]
     if data.get("lens"):
         parts += ["", _layers(data["lens"])]
-    removed = data.get("removed")
-    if removed is not None:
-        parts += ["", _removed(removed)]
-    shown = (
-        data["slots"]
-        if removed is None
-        else data["slots"][: max(MOST_SLOTS, len(data["slots"]) - len(removed["slots"]))]
-    )
-    for card in shown:
+    if data.get("removed"):
+        parts += ["", _removed(data["removed"])]
+    for card in data["slots"][:MOST_SLOTS]:
         parts += ["", slot_card(card)]
+    if (more := len(data["slots"]) - MOST_SLOTS) > 0:
+        parts += ["", f"{more} slots more are in --json, --html and --all"]
     if not data["slots"]:
-        parts += [
-            "",
-            "single slots: --slot LAYER:INDEX, --layer L --top N, --all FILE; all of it on a page: --html FILE",
-        ]
+        parts += ["", MORE]
     return "\n".join(parts)
 
 
@@ -88,7 +82,10 @@ def _coherence(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return grid(table) + "\ncoherence: mean cosine between the embeddings of the ten tokens that a value promotes most"
+    return (
+        grid(table)
+        + "\ncoherence: mean cosine of the ten tokens that a value promotes most, their embeddings less the mean of all"
+    )
 
 
 def _layers(rows: list[dict[str, Any]]) -> str:
