@@ -23,13 +23,14 @@ from typing import Any
 
 import quality_methods as formulas
 import torch
-from quality_judge import judged, losses, open_tests, perplexity, table
+from quality_judge import judged, losses, open_tests, table
 from safetensors.torch import save_file
 
 import kvprune
 from kvprune.artifacts import RunFolder, read_tensors, write_json, write_text
 from kvprune.dense import Dense, open_dense
 from kvprune.recipe import make_recipe, parse_yaml
+from kvprune.results.intervals import perplexity
 from kvprune.schema import COLLECTED, TextSource
 from kvprune.sources.models import BUILTIN, load_model, load_tokenizer
 from kvprune.sources.texts import TASK_TEXT, documents, sequences

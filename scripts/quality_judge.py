@@ -1,7 +1,6 @@
 """How good models are, document by document, and whether a difference between two of them is more than chance."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvprune.results.intervals import Sums, difference_interval, perplexity, ratio_interval
 from kvprune.schema import Evaluate
 from kvprune.stages import evaluate as evaluating
 
 WINDOW = 1024
 WIKITEXT_WINDOWS, LAMBADA_WINDOWS = 12, 10  # of the running text, as the figures of this project are quoted
 LAMBADA_TEXTS = 400
-RESAMPLES = 4000
-Sums = list[list[float]]  # of each document: its loss in nats, and its predictions
 
 
 @dataclass(frozen=True)
@@ -126,25 +124,3 @@ def _verdict(found: tuple[float, float, float]) -> str:
     mean, low, high = (100 * value for value in found)
     shown = f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
     return shown if low > 0 or high < 0 else f"{shown}, no difference shown"
-
-
-def perplexity(sums: Sums) -> float:
-    """exp of the mean loss over all predictions."""
-    return math.exp(sum(total for total, _ in sums) / sum(count for _, count in sums))
-
-
-def ratio_interval(one: Sums, other: Sums, seed: int = 0) -> tuple[float, float, float]:
-    """Perplexity of `one` over that of `other` on the same documents, with a 95 % interval: documents resampled."""
-    a, b = np.array(one), np.array(other)
-    drawn = np.random.default_rng(seed).integers(len(a), size=(RESAMPLES, len(a)))
-    logs = ((a[:, 0] - b[:, 0])[drawn].sum(1)) / a[:, 1][drawn].sum(1)
-    low, high = np.quantile(np.exp(logs), [0.025, 0.975])
-    return perplexity(one) / perplexity(other), float(low), float(high)
-
-
-def difference_interval(one: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Mean of `one` less that of `other` over the same questions, with a 95 % interval: questions resampled."""
-    apart = np.array(one) - np.array(other)
-    drawn = np.random.default_rng(seed).integers(len(apart), size=(RESAMPLES, len(apart)))
-    low, high = np.quantile(apart[drawn].mean(1), [0.025, 0.975])
-    return float(apart.mean()), float(low), float(high)

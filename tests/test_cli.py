@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from kvprune import __version__
-from kvprune.cli import EXAMPLES, main, parser
+from kvprune.arguments import EXAMPLES, parser
+from kvprune.cli import main
 from tests.conftest import recipe_data
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kvprune.dense import open_dense
 from kvprune.ffn.watching import value_rows, watched
+from kvprune.results.intervals import difference_interval, ratio_interval
 from kvprune.stages.export import mask_slots, put_values
 from tests.conftest import VOCABULARY, random_plan
 
@@ -89,8 +90,6 @@ def test_values_of_grail_solve_its_ridge_regression(opened: Any) -> None:
 
 
 def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
-    from quality_judge import ratio_interval
-
     draw, covered = np.random.default_rng(0), 0
     for trial in range(200):
         counts = draw.integers(200, 3000, 60)
@@ -104,8 +103,6 @@ def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
 
 
 def test_the_difference_of_a_model_to_itself_is_none() -> None:
-    from quality_judge import difference_interval, ratio_interval
-
     assert ratio_interval([[10.0, 5], [2.0, 4]], [[10.0, 5], [2.0, 4]]) == (1, 1, 1)
     assert difference_interval([1, 0, 1], [1, 0, 1]) == (0, 0, 0)
     mean, low, high = difference_interval([1.0] * 30 + [0.0] * 70, [0.0] * 100)

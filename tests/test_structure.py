@@ -13,7 +13,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if "data" not in path.part
 ROOMS = [
     ["errors"],
     ["progress", "ranks", "sizes"],
-    ["schema"],
+    ["schema", "arguments"],
     ["recipe", "artifacts", "card"],
     ["sources", "ffn"],
     ["dense", "staleness"],

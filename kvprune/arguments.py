@@ -1,0 +1,148 @@
+"""What the command line takes: verbs, their arguments and what each says of itself. Nothing heavy is imported."""
+
+import argparse
+
+from kvprune import __version__
+
+DEFAULT_BATCH = 8
+
+EXAMPLES = {
+    "run": "kvprune run recipes/quickstart.yaml -o runs/quickstart --set plan.budget.keep=0.7",
+    "calibrate": "kvprune calibrate recipes/quickstart.yaml -o runs/quickstart",
+    "plan": "kvprune plan runs/quickstart --dry-run --set plan.budget.bytes=200MiB",
+    "refit": "kvprune refit runs/quickstart --set refit.method=sequential",
+    "export": "kvprune export runs/quickstart",
+    "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
+    "show": "kvprune show runs/quickstart",
+    "inspect": "kvprune inspect runs/quickstart --removed --html memory.html",
+}
+ABOUT = {
+    "run": "all stages in order: calibrate, plan, refit, export, evaluate; what is done and current is not redone",
+    "calibrate": "count how the slots of the recipe's model fire",
+    "plan": "decide which slots stay, from the counts",
+    "refit": "make the kept values up for the removed slots, layer by layer",
+    "export": "write the slim checkpoint and verify it",
+    "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
+    "show": "print what a run is: recipe, stages, budget, firing, results",
+    "inspect": "what slots detect and write, and what pruning makes the model forget; of a run, or of any model",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON object on stdout; all else goes to stderr")
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("-q", "--quiet", action="store_true", help="no progress, only warnings and errors")
+    common.add_argument("-v", "--verbose", action="store_true", help="also what the libraries say")
+    where = argparse.ArgumentParser(add_help=False)
+    where.add_argument(
+        "--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where the model runs (default: auto)"
+    )
+    where.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=DEFAULT_BATCH,
+        metavar="N",
+        help="sequences at once (default: 8); lower it when memory runs out",
+    )
+    limit = argparse.ArgumentParser(add_help=False)
+    limit.add_argument(
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help="what may be used, as 4GiB; beyond it hidden states go to disk (default: what is free)",
+    )
+    walk = argparse.ArgumentParser(add_help=False, parents=[limit])
+    walk.add_argument("--hidden-cache", metavar="DIR", help="where hidden states go (default: in the run folder)")
+    trust = argparse.ArgumentParser(add_help=False)
+    trust.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    change = argparse.ArgumentParser(add_help=False)
+    change.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a recipe value, as in plan.budget.keep=0.7",
+    )
+
+    top = argparse.ArgumentParser(
+        prog="kvprune", description="Make transformer language models smaller by removing FFN slots they hardly use.",
+        epilog=f"example: {EXAMPLES['run']}",
+    )  # fmt: skip
+    top.add_argument("--version", action="version", version=f"kvprune {__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return verbs.add_parser(
+            name, help=ABOUT[name], description=ABOUT[name].capitalize() + ".", epilog=f"example: {EXAMPLES[name]}",
+            parents=[*parents, common],
+        )  # fmt: skip
+
+    for name in ("run", "calibrate"):
+        made = verb(name, where, walk, trust, change)
+        made.add_argument(
+            "recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune"
+        )
+        made.add_argument(
+            "-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there"
+        )
+    planning = verb("plan", where, walk, trust, change)
+    planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
+    for made in (
+        planning,
+        verb("refit", where, walk, trust, change),
+        verb("export", trust),
+        verb("evaluate", where, trust, change),
+        verb("show"),
+    ):
+        made.add_argument("folder", metavar="RUN", help="a run folder")
+    _inspect_arguments(verb("inspect", where, limit, trust, change))
+    return top
+
+
+def _inspect_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "target", metavar="RUN|MODEL", help="a run folder; or a model, calibrated first (--set says on what)"
+    )
+    made.add_argument(
+        "--slot",
+        action="append",
+        default=[],
+        metavar="LAYER:INDEX",
+        help="tell of this slot; LAYER.EXPERT:INDEX of experts",
+    )
+    made.add_argument("--layer", type=int, metavar="L", help="tell of slots of this layer")
+    made.add_argument(
+        "--top", type=_positive, metavar="N", help="of so many of a layer, or of each (10; on a page 16 of each layer)"
+    )
+    made.add_argument("--score", metavar="NAME", help="by which they are the top (default: the recipe's plan.score)")
+    made.add_argument(
+        "--only",
+        metavar="SECTIONS",
+        help="some of firing,triggers,values,layers; firing alone needs no pass",
+    )
+    made.add_argument(
+        "--removed", action="store_true", help="where the slim model is worse, and the removed slots that spoke there"
+    )
+    made.add_argument(
+        "--held-out", metavar="TEXT", help="the text for --removed, as in calibrate.text (default: the builtin task's)"
+    )
+    made.add_argument("--all", metavar="FILE", help="write what is known of every slot, a JSON object a line")
+    made.add_argument("--html", metavar="FILE", help="write one page that holds all of it and needs no network")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"should be 1 or more, got {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    from kvprune.sizes import BYTE_UNITS, parse_size
+
+    try:
+        return parse_size(text, BYTE_UNITS)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, as 4GiB") from None
