@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvprune.artifacts import Plan as Plan
+    from kvprune.comparing import compare as compare
     from kvprune.errors import KvpruneError as KvpruneError
     from kvprune.inspecting import inspect as inspect
     from kvprune.options import Options as Options
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from kvprune.pipeline import refit as refit
     from kvprune.pipeline import run as run
     from kvprune.pipeline import show as show
+    from kvprune.publishing import publish as publish
     from kvprune.recipe import load_recipe as load_recipe
     from kvprune.recipe import make_recipe as make_recipe
+    from kvprune.reproducing import reproduce as reproduce
     from kvprune.schema import Recipe as Recipe
+    from kvprune.sweeping import sweep as sweep
 
 _HOMES = {
     "Plan": "artifacts",
@@ -39,6 +43,10 @@ _HOMES = {
     "evaluate": "pipeline",
     "show": "pipeline",
     "inspect": "inspecting",
+    "sweep": "sweeping",
+    "compare": "comparing",
+    "publish": "publishing",
+    "reproduce": "reproducing",
     "Recipe": "schema",
     "load_recipe": "recipe",
     "make_recipe": "recipe",

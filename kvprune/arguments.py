@@ -15,6 +15,10 @@ EXAMPLES = {
     "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
     "show": "kvprune show runs/quickstart",
     "inspect": "kvprune inspect runs/quickstart --removed --html memory.html",
+    "sweep": "kvprune sweep recipes/quickstart.yaml -o runs/keep --set plan.budget.keep=0.9,0.8,0.7",
+    "compare": "kvprune compare runs/keep/* --against runs/quickstart",
+    "publish": "kvprune publish runs/quickstart my-name/slim-model --dry-run",
+    "reproduce": "kvprune reproduce my-name/slim-model",
 }
 ABOUT = {
     "run": "all stages in order: calibrate, plan, refit, export, evaluate; what is done and current is not redone",
@@ -25,6 +29,10 @@ ABOUT = {
     "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
     "show": "print what a run is: recipe, stages, budget, firing, results",
     "inspect": "what slots detect and write, and what pruning makes the model forget; of a run, or of any model",
+    "sweep": "run every combination of several values, each in a folder of its own, on one calibration",
+    "compare": "finished runs side by side: sizes, metrics, paired differences with intervals, Pareto fronts",
+    "publish": "upload the slim checkpoint to the Hub, with a card that tells how it was made and what it can do",
+    "reproduce": "run a published checkpoint's recipe again and compare every tensor; exit status 1 where one differs",
 }
 
 
@@ -98,6 +106,10 @@ def parser() -> argparse.ArgumentParser:
     ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
     _inspect_arguments(verb("inspect", where, limit, trust, change))
+    _sweep_arguments(verb("sweep", where, walk, trust))
+    _compare_arguments(verb("compare"))
+    _publish_arguments(verb("publish"))
+    _reproduce_arguments(verb("reproduce", where, walk, trust, change))
     return top
 
 
@@ -130,6 +142,40 @@ def _inspect_arguments(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--all", metavar="FILE", help="write what is known of every slot, a JSON object a line")
     made.add_argument("--html", metavar="FILE", help="write one page that holds all of it and needs no network")
+
+
+def _sweep_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument("recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune")
+    made.add_argument("-o", "--output", required=True, metavar="RUNS", help="the folder for the run folders")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE[,VALUE...]",
+        help="change a recipe value, or try several; a comma within brackets is part of a value",
+    )
+    made.add_argument("--dry-run", action="store_true", help="check and list the combinations, run nothing")
+
+
+def _compare_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument("folders", nargs="+", metavar="RUN", help="run folders of one model, evaluated alike")
+    made.add_argument("--against", metavar="RUN", help="what the others are compared with (default: the first)")
+
+
+def _publish_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument("folder", metavar="RUN", help="an exported run folder")
+    made.add_argument("name", metavar="ORG/NAME", help="what it is called on the Hub")
+    made.add_argument("--private", action="store_true", help="make the repository private")
+    made.add_argument("--dry-run", action="store_true", help="show the files and the card, upload nothing")
+    made.add_argument("--yes", action="store_true", help="upload without being asked")
+    made.add_argument("--licence", metavar="ID", help="of a base model whose card names none, as apache-2.0")
+
+
+def _reproduce_arguments(made: argparse.ArgumentParser) -> None:
+    made.add_argument("model", metavar="MODEL", help="a checkpoint on the Hub, or a folder that holds a kvprune.json")
+    made.add_argument(
+        "-o", "--output", metavar="RUN", help="a fresh folder for the new run (default: in the cache, and removed)"
+    )
 
 
 def _positive(text: str) -> int:

@@ -272,11 +272,11 @@ def read_tensors(path: Path) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]"
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Only the metadata of what `write_tensors` wrote."""
+    """Only the metadata of what `write_tensors` wrote. No torch is imported."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             return dict(json.loads((file.metadata() or {})["kvprune"]))
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise KvpruneError(f"{path}: not an artifact of kvprune ({error}); remove it and run the stage again") from None
@@ -286,6 +286,21 @@ def digest(path: Path) -> str:
     """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_names(folder: Path) -> list[str]:
+    """All files below `folder`, sorted, as paths relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def result_file(folder: Path, task: str) -> Path:
+    """Where the result of an evaluation task is, in `eval/dense` or `eval/slim`; its samples lie beside it."""
+    return folder / f"{task.replace('/', '_')}.json"
+
+
+def samples_file(folder: Path, task: str) -> Path:
+    """Where a task's samples are, one JSON row each."""
+    return result_file(folder, task).with_suffix(".samples.jsonl")
 
 
 def cache_folder() -> Path:

@@ -63,7 +63,18 @@ def _answer(arguments: argparse.Namespace) -> int:
         return 1
     if launched().first:
         print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else text)
-    return 0
+    return int(_fell_short(arguments, data))
+
+
+def _fell_short(arguments: argparse.Namespace, data: Any) -> bool:
+    """Whether a verb that came to its end did not reach what was asked for."""
+    match arguments.verb:
+        case "reproduce":
+            return not data["identical"]
+        case "sweep":
+            return any(run["status"] == "failed" for run in data["runs"])
+        case _:
+            return False
 
 
 def _finite(data: Any) -> Any:
@@ -98,6 +109,8 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
 
     # A bad recipe is told before torch is imported.
     recipe = load_recipe(arguments.recipe, arguments.set) if arguments.verb in ("run", "calibrate") else None
+    if arguments.verb == "compare":  # needs no torch either
+        return _compare(arguments)
 
     from transformers.utils import logging as transformers_logging
 
@@ -112,6 +125,8 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
     if arguments.verb == "show":
         about = pipeline.show(arguments.folder)
         return about, render(about)
+    if arguments.verb == "publish":
+        return _publish(arguments)
     options = Options(
         getattr(arguments, "device", "auto"),
         getattr(arguments, "batch_size", DEFAULT_BATCH),
@@ -119,26 +134,32 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
         getattr(arguments, "memory", None),
         getattr(arguments, "hidden_cache", None),
     )
+    return _work(arguments, recipe, options)
+
+
+def _work(arguments: argparse.Namespace, recipe: Any, options: Any) -> tuple[Any, str]:
+    """A verb that runs the model; `recipe` is that of run and calibrate."""
+    from kvprune import pipeline
+
     match arguments.verb:
         case "run":
-            assert recipe is not None
             results = pipeline.run(recipe, arguments.output, options=options)
             return results, _results_text(results, arguments.output)
         case "calibrate":
-            assert recipe is not None
             stats = pipeline.calibrate(recipe, arguments.output, options=options)
             return {"stats": str(stats)}, f"{stats}\nnext: kvprune plan {arguments.output}"
+        case "sweep":
+            return _sweep(arguments, options)
         case "inspect":
             return _inspect(arguments, options)
-        case "evaluate":
-            results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
-            return results, _results_text(results, arguments.folder)
+        case "reproduce":
+            return _reproduce(arguments, options)
         case _:
             return _stage(arguments, options)
 
 
 def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
-    """One of the stages between the calibration and the judgement."""
+    """One of the stages after the calibration."""
     from kvprune import pipeline
     from kvprune.results.table import refit_table
 
@@ -150,9 +171,28 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
             found = pipeline.refit(arguments.folder, overrides=arguments.set, options=options)
             what = refit_table(found["ffns"]) if found["ffns"] else "refit.method is none: values stay as they are"
             return found, f"{what}\nnext: kvprune export {arguments.folder}"
+        case "evaluate":
+            results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
+            return results, _results_text(results, arguments.folder)
         case _:
             folder = pipeline.export(arguments.folder, options=options)
             return {"checkpoint": str(folder)}, f"{folder}\nnext: kvprune evaluate {arguments.folder}"
+
+
+def _sweep(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
+    from kvprune.results.sweeps import render
+    from kvprune.sweeping import sweep
+
+    found = sweep(arguments.recipe, arguments.output, arguments.set, dry_run=arguments.dry_run, options=options)
+    return found, render(found)
+
+
+def _compare(arguments: argparse.Namespace) -> tuple[Any, str]:
+    from kvprune.comparing import compare
+    from kvprune.results.comparison import render
+
+    found = compare(arguments.folders, arguments.against)
+    return found, render(found)
 
 
 def _inspect(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
@@ -174,6 +214,38 @@ def _inspect(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
         overrides=arguments.set,
         options=options,
     )
+    return found, render(found)
+
+
+def _publish(arguments: argparse.Namespace) -> tuple[Any, str]:
+    from kvprune.publishing import publish, render
+
+    if not (arguments.yes or arguments.dry_run or sys.stdin.isatty()):
+        raise KvpruneError(
+            "publish: asks before it uploads, and there is no terminal to ask on: add --yes, or --dry-run to see what "
+            "would go up"
+        )
+
+    def agreed(draft: dict[str, Any]) -> bool:
+        if not (arguments.yes and arguments.quiet):
+            print(render(draft))  # to stderr, as all that is no result
+        return arguments.yes or input(f"Upload this to {draft['name']}? [y/N] ").strip().lower() in ("y", "yes")
+
+    found = publish(
+        arguments.folder,
+        arguments.name,
+        private=arguments.private,
+        dry_run=arguments.dry_run,
+        licence=arguments.licence,
+        confirm=agreed,
+    )
+    return found, render(found)
+
+
+def _reproduce(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
+    from kvprune.reproducing import render, reproduce
+
+    found = reproduce(arguments.model, arguments.output, overrides=arguments.set, options=options)
     return found, render(found)
 
 

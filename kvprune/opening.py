@@ -13,7 +13,7 @@ from kvprune.recipe import load_recipe
 from kvprune.schema import Recipe
 from kvprune.sources.texts import check_text
 from kvprune.stages import plan as planning
-from kvprune.staleness import STAGES, stage_states
+from kvprune.staleness import STAGES, first_lacking, stage_states
 
 
 def begin(recipe: str | Path | Recipe, folder: str | Path, overrides: list[str] | None) -> tuple[Recipe, RunFolder]:
@@ -51,17 +51,10 @@ def resume(folder: str | Path, overrides: list[str] | None, stage: str) -> tuple
 
 def need(place: RunFolder, recipe: Recipe, stage: str) -> None:
     """Refuse where a stage before `stage` is missing or stale, naming what changed and the command."""
-    states = stage_states(place, recipe)
-    for name in STAGES[: STAGES.index(stage)]:
-        state = states[name]
-        if state.status != "current":
-            command = (
-                f"kvprune calibrate {place.recipe} -o {place.path}"
-                if name == "calibrate"
-                else f"kvprune {name} {place.path}"
-            )
-            why = f": {state.reason}" if state.reason else ""
-            raise StaleError(f"{place.path}: {name} is {state.status}{why}; run: {command}")
+    if (state := first_lacking(place, recipe, STAGES[: STAGES.index(stage)])) is not None:
+        first = state.stage == "calibrate"
+        command = f"calibrate {place.recipe} -o {place.path}" if first else f"{state.stage} {place.path}"
+        raise StaleError(f"{place.path}: {state}; run: kvprune {command}")
 
 
 def open_checked(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = ()) -> Dense:

@@ -61,7 +61,7 @@ def _lines(total: int, label: str, unit: str) -> Advance:
                 f"{done:,}",
                 f"{total:,}",
                 unit,
-                f"{rate:,.0f}",
+                f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
                 unit,
                 left,
             )

@@ -1,5 +1,6 @@
 """Which stages of a run are done, and which no longer fit the recipe or their inputs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ class StageState:
     status: str
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.stage} is {self.status}{f': {self.reason}' if self.reason else ''}"
+
 
 def stage_states(run: RunFolder, recipe: Recipe) -> dict[str, StageState]:
     """The state of every stage. Reads metadata and digests, no weights and no network."""
@@ -31,6 +35,12 @@ def stage_states(run: RunFolder, recipe: Recipe) -> dict[str, StageState]:
         upstream = next((state for state in states.values() if state.status != "current"), None)
         states[stage] = _state(stage, run, recipe, upstream)
     return states
+
+
+def first_lacking(run: RunFolder, recipe: Recipe, stages: Sequence[str] = STAGES) -> StageState | None:
+    """The first of `stages` that is missing or stale, None where all are current."""
+    states = stage_states(run, recipe)
+    return next((states[name] for name in stages if states[name].status != "current"), None)
 
 
 def artifact(run: RunFolder, stage: str) -> Path:
@@ -96,9 +106,11 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
         case "export":
             values = digest(run.values) if recipe.refit.method != "none" and run.values.is_file() else None
             refitted = "" if inputs.get("values") == values else "the refitted values are others than it was made from"
+            earlier = "" if "digests" in about else "kvprune.json was written by an earlier kvprune"
             return (
                 _other(run.plan, inputs["plan"])
                 or refitted
+                or earlier
                 or next(
                     (
                         f"model/{name} is missing or has changed"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvprune.artifacts import samples_file
 from kvprune.results.intervals import Sums, difference_interval, perplexity, ratio_interval
 from kvprune.schema import Evaluate
 from kvprune.stages import evaluate as evaluating
@@ -76,7 +77,7 @@ def judged(model: Any, tests: Tests, folder: Path, name: str) -> dict[str, Any]:
     evaluating.judge_slim(tests.judge, model, {"name": name}, folder)
     tasks = {}
     for task in tests.judge.section.tasks:
-        rows = [json.loads(row) for row in _lines(evaluating.samples_file(folder, task))]
+        rows = [json.loads(row) for row in _lines(samples_file(folder, task))]
         tasks[task] = [float(row["acc"]) for row in sorted(rows, key=lambda row: int(row["doc_id"]))]
     return {
         "wikitext": losses(model, tests.wikitext),

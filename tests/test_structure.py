@@ -24,7 +24,7 @@ ROOMS = [
     ["options"],
     ["opening", "tokens"],
     ["pipeline"],
-    ["inspecting"],
+    ["inspecting", "sweeping", "comparing", "publishing", "reproducing"],
     ["cli"],
 ]
 INSIDE = {"sources", "ffn", "reading", "results"}

@@ -4,7 +4,6 @@ from typing import Any
 
 from kvprune.artifacts import UNITS
 from kvprune.card import mean_errors
-from kvprune.reading.firing import grouped
 
 MOST_WIDTHS = 128  # that are told one by one
 
@@ -53,6 +52,8 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
 
     The experts of a layer are one row, with their means.
     """
+    from kvprune.reading.firing import grouped  # it imports torch, and the other tables need none
+
     rows = [["refit, on held-back tokens", "error before", "after", "ridge", ""]]
     for name, places in grouped(ffns).items():
         members = [ffns[at] for at in places]

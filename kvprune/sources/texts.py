@@ -14,16 +14,17 @@ import platform
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from jinja2 import TemplateError
-from torch import Tensor
 
 from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
 from kvprune.schema import Calibrate, TextSource
 from kvprune.sources.models import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POOL = 8
 SHUFFLE_ROWS = 10_000  # of a streamed data set: rows held at once to draw from
@@ -34,11 +35,13 @@ TASK_TEXT = "builtin-task"  # what the builtin task judges on: not for calibrati
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
-def sequences(section: Calibrate, tokenizer: Any, samples: Tensor | None = None) -> Tensor:
+def sequences(section: Calibrate, tokenizer: Any, samples: "Tensor | None" = None) -> "Tensor":
     """The calibration tokens, int64 `[sequences, sequence_length]`, of all sources by their weights.
 
     `samples` are the model's own, where a source is `self`. Raises KvpruneError where a text has too few tokens.
     """
+    import torch
+
     length, seed = section.sequence_length, section.seed
 
     def packed(source: TextSource, most: int) -> list[list[int]]:
@@ -89,7 +92,7 @@ def self_share(section: Calibrate) -> int:
     return sum(count for source, count in shares(section) if source.source == "self")
 
 
-def token_digest(tokens: Tensor) -> str:
+def token_digest(tokens: "Tensor") -> str:
     """SHA-256 of token ids `[sequences, sequence_length]`: two texts are the same where this is the same."""
     return hashlib.sha256(f"{tuple(tokens.shape)}".encode() + tokens.numpy().tobytes()).hexdigest()
 

@@ -18,7 +18,17 @@ from unittest import mock
 
 import torch
 
-from kvprune.artifacts import RunFolder, cache_folder, digest, provenance, read_json, write_json, write_text
+from kvprune.artifacts import (
+    RunFolder,
+    cache_folder,
+    digest,
+    provenance,
+    read_json,
+    result_file,
+    samples_file,
+    write_json,
+    write_text,
+)
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import open_checkpoint
@@ -34,7 +44,7 @@ PREFILL_ROUNDS = 7
 
 def task_manager(section: Evaluate) -> Any:
     """lm-eval's index of tasks, with the recipe's own. Raises KvpruneError for a task that it does not have."""
-    wanted = [_lm_eval_name(task) for task in section.tasks]
+    wanted = [lm_eval_name(task) for task in section.tasks]
     paths = [str(BUILTIN_FOLDER)]
     if section.include_path is not None:
         if not Path(section.include_path).is_dir():
@@ -54,7 +64,8 @@ def task_manager(section: Evaluate) -> Any:
     return manager
 
 
-def _lm_eval_name(task: str) -> str:
+def lm_eval_name(task: str) -> str:
+    """What lm-eval calls a task of a recipe."""
     return "kvprune_builtin" if task == "builtin" else task
 
 
@@ -140,23 +151,14 @@ def _judge(judge: Judge, task: str, model: Any, name: str, folder: Path, key: di
     started = time.monotonic()
     output = _lm_eval(judge, task, model)
     samples = output.pop("samples")
-    metrics = _metrics(output, samples, judge.tokenizer, _lm_eval_name(task))
-    lines = [json.dumps(row, ensure_ascii=False, default=str) for rows in samples.values() for row in rows]
+    metrics = _metrics(output, samples, judge.tokenizer, lm_eval_name(task))
+    rows = [{"task": name, **row} for name, some in samples.items() for row in some]  # of a group: whose row it is
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     write_text(samples_file(folder, task), "\n".join(lines) + "\n")
     write_json(file, {"key": key, "metrics": metrics, "lm_eval": json.loads(json.dumps(output, default=str))})
     figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
     log.info("evaluate: %s: %s: %s (%.0f s)", name, task, figures, time.monotonic() - started)
     return metrics
-
-
-def result_file(folder: Path, task: str) -> Path:
-    """Where a task's result is; its samples lie beside it."""
-    return folder / f"{task.replace('/', '_')}.json"
-
-
-def samples_file(folder: Path, task: str) -> Path:
-    """Where a task's samples are, one JSON row each."""
-    return result_file(folder, task).with_suffix(".samples.jsonl")
 
 
 def _settings(judge: Judge, task: str) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def _lm_eval(judge: Judge, task: str, model: Any) -> dict[str, Any]:
             with no_git:
                 output = lm_eval.simple_evaluate(
                     model=wrapped,
-                    tasks=[_lm_eval_name(task)],
+                    tasks=[lm_eval_name(task)],
                     task_manager=judge.manager,
                     limit=section.limit,
                     num_fewshot=section.num_fewshot,

@@ -13,7 +13,19 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from kvprune.artifacts import Plan, RunFolder, Size, digest, fsync, provenance, read_json, write_json, write_text
+from kvprune.artifacts import (
+    Plan,
+    RunFolder,
+    Size,
+    digest,
+    file_names,
+    fsync,
+    provenance,
+    read_json,
+    read_meta,
+    write_json,
+    write_text,
+)
 from kvprune.card import model_card
 from kvprune.config import needs_code, write_config
 from kvprune.dense import Dense
@@ -189,16 +201,32 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
             ffns=[asdict(item) for item in plan.ffns],
             refit=refitted[1]["ffns"] if refitted else [],
             verified=asdict(verified),
-            files={item.name: item.stat().st_size for item in sorted(part.iterdir())},
+            calibration=calibration(run),
             trust_remote_code=needs_code(plan, dense),
             loads=plan.loads,
         )
-        write_json(part / "kvprune.json", about)
-        write_text(part / "README.md", model_card(about, part))
+        files = {name: (part / name).stat().st_size for name in file_names(part)}
+        write_text(part / "README.md", model_card(about, part))  # it may be edited: only its digest is kept
+        digests = {name: digest(part / name) for name in file_names(part)}
+        write_json(part / "kvprune.json", {**about, "files": files, "digests": digests})
         _move_into_place(part, run.model)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return verified
+
+
+def calibration(run: RunFolder) -> dict[str, Any] | None:
+    """What the counts rest on beside the recipe: tokens, Hub data sets, and how the model was run."""
+    if not run.stats.is_file():
+        return None
+    meta = read_meta(run.stats)
+    marks = meta["inputs"]["text"]  # nothing is known of a data set of the Hub
+    return {
+        "tokens": meta["inputs"]["tokens"],
+        "counted": meta["counted"],
+        "datasets": [name for name, mark in marks.items() if mark is None and name != "self"],
+        "run": meta["run"],
+    }
 
 
 def _clean_up(run: RunFolder) -> None:
@@ -221,11 +249,11 @@ def _check_replaceable(folder: Path) -> None:
     if not about.is_file():
         raise KvpruneError(f"{folder}: exists and is not an export of kvprune; {way_out}")
     sizes = {"kvprune.json": None, "README.md": None, **read_json(about).get("files", {})}
-    for item in sorted(folder.iterdir()):
-        if item.name not in sizes:
-            raise KvpruneError(f"{folder}: holds {item.name}, which is not of the export; {way_out}")
-        if item.name.endswith(".safetensors") and item.stat().st_size != sizes[item.name]:
-            raise KvpruneError(f"{folder}: holds {item.name}, which has changed since the export; {way_out}")
+    for name in file_names(folder):
+        if name not in sizes:
+            raise KvpruneError(f"{folder}: holds {name}, which is not of the export; {way_out}")
+        if name.endswith(".safetensors") and (folder / name).stat().st_size != sizes[name]:
+            raise KvpruneError(f"{folder}: holds {name}, which has changed since the export; {way_out}")
 
 
 def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
