@@ -13,10 +13,10 @@ EXAMPLES = {
     "refit": "kvprune refit runs/quickstart --set refit.method=sequential",
     "export": "kvprune export runs/quickstart",
     "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
-    "show": "kvprune show runs/quickstart",
+    "show": "kvprune show runs/quickstart --html run.html",
     "inspect": "kvprune inspect runs/quickstart --removed --html memory.html",
     "sweep": "kvprune sweep recipes/quickstart.yaml -o runs/keep --set plan.budget.keep=0.9,0.8,0.7",
-    "compare": "kvprune compare runs/keep/* --against runs/quickstart",
+    "compare": "kvprune compare runs/keep/* --against runs/quickstart --html runs.html",
     "publish": "kvprune publish runs/quickstart my-name/slim-model --dry-run",
     "reproduce": "kvprune reproduce my-name/slim-model",
 }
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--memory",
         type=_size,
         metavar="SIZE",
-        help="what may be used, as 4GiB; beyond it hidden states go to disk (default: what is free)",
+        help="what may be used, as 4GiB; hidden states beyond it go to disk, not in inspect (default: what is free)",
     )
     walk = argparse.ArgumentParser(add_help=False, parents=[limit])
     walk.add_argument("--hidden-cache", metavar="DIR", help="where hidden states go (default: in the run folder)")
@@ -95,16 +95,17 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(
             "-o", "--output", required=True, metavar="RUN", help="the run folder, made where it is not there"
         )
-    planning = verb("plan", where, walk, trust, change)
+    planning = verb("plan", where, limit, trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
     for made in (
         planning,
         verb("refit", where, walk, trust, change),
         verb("export", trust),
         verb("evaluate", where, trust, change),
-        verb("show"),
+        showing := verb("show"),
     ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
+    showing.add_argument("--html", metavar="FILE", help="write one page that shows all of it and needs no network")
     _inspect_arguments(verb("inspect", where, limit, trust, change))
     _sweep_arguments(verb("sweep", where, walk, trust))
     _compare_arguments(verb("compare"))
@@ -160,6 +161,7 @@ def _sweep_arguments(made: argparse.ArgumentParser) -> None:
 def _compare_arguments(made: argparse.ArgumentParser) -> None:
     made.add_argument("folders", nargs="+", metavar="RUN", help="run folders of one model, evaluated alike")
     made.add_argument("--against", metavar="RUN", help="what the others are compared with (default: the first)")
+    made.add_argument("--html", metavar="FILE", help="write one page that shows all of it and needs no network")
 
 
 def _publish_arguments(made: argparse.ArgumentParser) -> None:

@@ -189,6 +189,7 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, make it durable, then move it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # that of a killed process may be a link to another run's file
     try:
         write(temporary)
         fsync(temporary)

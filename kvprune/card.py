@@ -83,7 +83,7 @@ def base_fields(folder: Path) -> dict[str, Any]:
         return {}
     try:
         fields = yaml.safe_load(text[4:].partition("\n---")[0])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError):  # a day that is none
         return {}
     wanted = ("license", "license_name", "license_link", "language", "pipeline_tag")
     return {key: fields[key] for key in wanted if fields.get(key)} if isinstance(fields, dict) else {}

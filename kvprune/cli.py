@@ -17,6 +17,7 @@ from typing import Any
 from kvprune.arguments import DEFAULT_BATCH, parser
 from kvprune.errors import KvpruneError
 from kvprune.ranks import launched
+from kvprune.terminal import PrintableFormatter, printable
 
 log = logging.getLogger("kvprune")
 
@@ -43,7 +44,7 @@ def _answer(arguments: argparse.Namespace) -> int:
     except KvpruneError as error:
         if arguments.debug:
             raise
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"error: {line}" for line in printable(str(error)).splitlines()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: what was finished is kept; the same command goes on from there", file=sys.stderr)
@@ -51,18 +52,16 @@ def _answer(arguments: argparse.Namespace) -> int:
     except OSError as error:  # a full disk, a folder that cannot be written
         if arguments.debug:
             raise
-        print(f"error: {error.filename or arguments.verb}: {error.strerror or error}", file=sys.stderr)
+        print(printable(f"error: {error.filename or arguments.verb}: {error.strerror or error}"), file=sys.stderr)
         return 1
     except Exception as error:
         if arguments.debug:
             raise
-        print(
-            f"error: {type(error).__name__}: {' '.join(str(error).split())[:500]} (--debug shows where)",
-            file=sys.stderr,
-        )
+        what = printable(" ".join(str(error).split()))[:500]
+        print(f"error: {type(error).__name__}: {what} (--debug shows where)", file=sys.stderr)
         return 1
     if launched().first:
-        print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else text)
+        print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else printable(text))
     return int(_fell_short(arguments, data))
 
 
@@ -89,7 +88,7 @@ def _finite(data: Any) -> Any:
 def _set_up_output(arguments: argparse.Namespace) -> logging.Handler:
     """Our log on stderr; the libraries' only on request."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(PrintableFormatter("%(message)s"))
     log.handlers[:] = [handler]
     log.propagate = False
     log.setLevel(logging.WARNING if arguments.quiet else logging.DEBUG if arguments.verbose else logging.INFO)
@@ -123,7 +122,7 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
             warnings.simplefilter("ignore")
             transformers_logging.disable_progress_bar()
     if arguments.verb == "show":
-        about = pipeline.show(arguments.folder)
+        about = pipeline.show(arguments.folder, html=arguments.html)
         return about, render(about)
     if arguments.verb == "publish":
         return _publish(arguments)
@@ -191,7 +190,7 @@ def _compare(arguments: argparse.Namespace) -> tuple[Any, str]:
     from kvprune.comparing import compare
     from kvprune.results.comparison import render
 
-    found = compare(arguments.folders, arguments.against)
+    found = compare(arguments.folders, arguments.against, html=arguments.html)
     return found, render(found)
 
 
@@ -228,7 +227,7 @@ def _publish(arguments: argparse.Namespace) -> tuple[Any, str]:
 
     def agreed(draft: dict[str, Any]) -> bool:
         if not (arguments.yes and arguments.quiet):
-            print(render(draft))  # to stderr, as all that is no result
+            print(printable(render(draft)))  # to stderr, as all that is no result
         return arguments.yes or input(f"Upload this to {draft['name']}? [y/N] ").strip().lower() in ("y", "yes")
 
     found = publish(

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from kvprune.artifacts import UNITS, RunFolder, read_json, result_file, samples_file
 from kvprune.errors import KvpruneError, StaleError
+from kvprune.pages.frame import check_target
+from kvprune.progress import log
 from kvprune.recipe import load_recipe
 from kvprune.results.intervals import LEVEL
 from kvprune.results.pairs import FEWEST, Scored, apart, first_other, front, read_samples, scored, told
@@ -57,12 +59,17 @@ class _Metric:
         return float(run.results[which]["tasks"][self.task][self.name])
 
 
-def compare(runs: Sequence[str | Path], against: str | Path | None = None) -> dict[str, Any]:
+def compare(
+    runs: Sequence[str | Path], against: str | Path | None = None, *, html: str | Path | None = None
+) -> dict[str, Any]:
     """Finished runs of one model side by side: sizes, metrics, speed, paired differences and Pareto fronts.
 
-    Differences are those to `against`, by default the first run, and to the dense model, document by document.
+    Differences are those to `against`, by default the first run, and to the dense model, document by document. `html`
+    is a file for a page that shows all of it.
     Returns plain data. Raises KvpruneError where the runs cannot be compared, saying in what they differ.
     """
+    if html is not None:
+        check_target(Path(html))
     paths, reference = _chosen(runs, against)
     found = [_open(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     base = found[reference]
@@ -76,7 +83,7 @@ def compare(runs: Sequence[str | Path], against: str | Path | None = None) -> di
         raise KvpruneError(f"{base.place.path}: has no evaluate.tasks in common with the others; evaluate them alike")
     metrics = [metric for task in tasks for metric in _metrics(base, task)]
     differences, comparisons = _differences(found, base, metrics)
-    return {
+    data = {
         "format": FORMAT,
         "version": VERSION,
         "model": base.results["model"],
@@ -87,8 +94,14 @@ def compare(runs: Sequence[str | Path], against: str | Path | None = None) -> di
         "differences": differences,
         "level": LEVEL,
         "correction": {"method": "Bonferroni", "comparisons": comparisons},
-        "pareto": _pareto(found, metrics[0]),
+        "pareto": _pareto(found, next((metric for metric in metrics if metric.higher is not None), metrics[0])),
     }
+    if html is not None:
+        from kvprune.results.report import write_report  # it imports torch, and comparing needs none
+
+        write_report(Path(html), [(run.name, run.place, run.recipe) for run in found], data)
+        log.info("compare: %s", html)
+    return data
 
 
 def _chosen(runs: Sequence[str | Path], against: str | Path | None) -> tuple[list[Path], int]:
@@ -107,9 +120,10 @@ def _chosen(runs: Sequence[str | Path], against: str | Path | None) -> tuple[lis
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """What the runs are called: their folders' names, or whole paths where two have one name."""
+    """What the runs are called: their folders' names, or whole paths where two have one name or one the dense one's."""
     names = [path.resolve().name for path in paths]
-    return names if len(set(names)) == len(names) and "dense" not in names else [str(path) for path in paths]
+    plain = len(set(names)) == len(names) and "dense" not in names
+    return names if plain else ["./dense" if str(path) == "dense" else str(path) for path in paths]
 
 
 def _open(path: Path, name: str) -> _Run:
@@ -178,6 +192,8 @@ def _refuse(run: _Run, base: _Run, task: str, name: str, values: tuple[Any, Any]
         mend = f"run: {command} --set {shlex.quote(f'{key}={json.dumps(values[1])}')}"
     elif name == "dtype":
         mend = "compare runs of one dtype"
+    elif name == "device":  # which makes no evaluation stale
+        mend = f"remove {run.place.results} and run: {command} --device {values[1]}"
     else:
         mend = f"evaluate both alike, with: {command}"
     raise KvpruneError(f"{run.place.path}: {task}: {name} is {mine}, and {theirs} in {base.place.path}; {mend}")
@@ -268,7 +284,12 @@ def _check_documents(run: _Run, against: str, metric: _Metric, one: Scored, othe
 
 
 def _pareto(runs: Sequence[_Run], quality: _Metric) -> dict[str, Any]:
-    """The runs that no other one beats in the quality and at the same time in size or speed."""
+    """The runs that no other one beats in the quality and at the same time in size or speed.
+
+    None where it is not known what is better.
+    """
+    if quality.higher is None:
+        return {"task": quality.task, "metric": quality.name, "fronts": {}}
     sign = 1 if quality.higher else -1
     costs: dict[str, Callable[[_Run], float]] = {
         "parameters": lambda run: run.about["budget"]["after"]["total_params"],

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
+
+import torch
 
 from kvprune import config as configuring
 from kvprune import pipeline
@@ -14,12 +16,15 @@ from kvprune.artifacts import RunFolder, cache_folder, library_versions, read_me
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import read_stats
+from kvprune.ffn.walk import Setup
 from kvprune.opening import need
 from kvprune.options import DEFAULT, Options, prepare
+from kvprune.pages.frame import MARK, check_target
+from kvprune.preflight import check_weights
 from kvprune.progress import log
 from kvprune.ranks import ALONE, launched
 from kvprune.reading.forgets import removed_slots, token_losses
-from kvprune.reading.page import MARK, page
+from kvprune.reading.page import page
 from kvprune.reading.report import SECTIONS, Asked, Findings, HeldOut, Subject, choose, report
 from kvprune.reading.slots import Choice
 from kvprune.recipe import load_recipe, make_recipe
@@ -28,14 +33,13 @@ from kvprune.sources.models import load_model, load_tokenizer
 from kvprune.sources.origins import origins
 from kvprune.sources.texts import TASK_TEXT, documents, pack, sequences
 from kvprune.staleness import stage_states
-from kvprune.tokens import check_tokens, counted_tokens, own_samples
+from kvprune.tokens import check_tokens, counted_tokens
 
 FORMAT = "kvprune.inspect"
 VERSION = 1
 PAGE_TOP = 16  # slots of each layer on a page, where none are asked for
 LAYER_TOP = 10  # slots of a layer that is asked for
 HELD_OUT_SEQUENCES = 24
-START = 1024  # bytes of a file that tell what wrote it
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class _Run:
     place: RunFolder
     own: bool  # the user's
     dense: Dense
+    dtype: str  # that it is read in
 
 
 def inspect(
@@ -81,12 +86,14 @@ def inspect(
         raise KvpruneError("--held-out: says on which text --removed looks; add --removed")
     for file, mark in ((html, MARK), (all_slots, f'{{"format": "{FORMAT}"')):
         if file is not None:
-            _check_file(Path(file), mark)
+            check_target(Path(file), mark, "kvprune inspect")
     run = _open(str(target), overrides, removed, options)
     section = _score_section(run.recipe.plan, score)
     if top is None:
         top = LAYER_TOP if layer is not None else PAGE_TOP if html is not None and not slots else 0
-    subject = _subject(run, options)
+    if score is not None and not top:
+        raise KvpruneError(f"--score {score}: says which slots are the top ones; add --top N or --layer L")
+    subject = _subject(run, set(sections), removed, options)
     some = choose(subject, Choice(tuple(slots), layer, top), section)
     missed = _held_out(run, subject, held_out or TASK_TEXT, options) if removed else None
     asked = Asked(some, tuple(sections), all_slots is not None)
@@ -109,32 +116,19 @@ def _head(run: _Run, subject: Subject) -> dict[str, Any]:
         "model": {"title": source.title, "commit": source.commit, "note": source.note},
         "run": str(run.place.path) if run.own else None,
         "text": [text.source for text in subject.section.text],
-        "tokens": len(subject.tokens) * (subject.tokens.shape[1] - subject.section.skip_first),
+        "tokens": read_meta(run.place.stats)["counted"],
     }
-
-
-def _check_file(path: Path, mark: str) -> None:
-    """Refuse to write over what is no file of the same kind; those have `mark` near their start."""
-    if not path.parent.is_dir():
-        raise KvpruneError(f"{path}: there is no folder {path.parent}")
-    if not path.exists():
-        return
-    if path.is_file():
-        with path.open("rb") as file:
-            if mark.encode() in file.read(START):
-                return
-    raise KvpruneError(f"{path}: exists and was not written by kvprune inspect; use another name")
 
 
 def _open(target: str, overrides: list[str] | None, removed: bool, options: Options) -> _Run:
     """The run, checked and calibrated."""
     own = RunFolder(Path(target))
     if own.recipe.is_file():
-        if overrides:
-            raise KvpruneError(f"--set {overrides[0]}: {target} is a run, with its own recipe; --set is for a model")
-        recipe = load_recipe(own.recipe)
+        recipe, reading = load_recipe(own.recipe), load_recipe(own.recipe, overrides)
+        if reading.model_copy(update={"dtype": recipe.dtype}) != recipe:
+            raise KvpruneError(f"--set: {target} is a run, with its own recipe; only dtype, to read it in, can be set")
         need(own, recipe, "evaluate" if removed else "plan")
-        return _Run(recipe, own, True, _dense(recipe, own, options))
+        return _Run(recipe, own, True, _dense(recipe, own, options), _reading_dtype(reading))
     if removed:
         raise KvpruneError(f"--removed: {target} is no run folder (no recipe.yaml): a model has nothing removed")
     if own.path.is_dir() and not (own.path / "config.json").is_file():
@@ -143,10 +137,15 @@ def _open(target: str, overrides: list[str] | None, removed: bool, options: Opti
         if not override.startswith(("calibrate.", "dtype=")):
             raise KvpruneError(f"--set {override}: kvprune inspect changes calibrate.* and dtype of a model only")
     recipe = make_recipe({"model": target, "plan": {"budget": {"keep": 1}}}, target, overrides)
-    identity = json.dumps([recipe.model_dump(mode="json", include={"model", "dtype", "calibrate"}), str(Path.cwd())])
+    identity = json.dumps(recipe.model_dump(mode="json", include={"model", "dtype", "calibrate"}))
     place = RunFolder(cache_folder() / "inspect" / hashlib.sha256(identity.encode()).hexdigest()[:16])
-    pipeline.calibrate(recipe, place.path, options=options)
-    return _Run(recipe, place, False, _dense(recipe, place, options))
+    pipeline.calibrate(recipe, place.path, budget=False, options=options)
+    return _Run(recipe, place, False, _dense(recipe, place, options), _reading_dtype(recipe))
+
+
+def _reading_dtype(recipe: Recipe) -> str:
+    """The type to read in: float32 where none is named, since the logits of shorter ones tie."""
+    return "float32" if recipe.dtype == "auto" else recipe.dtype
 
 
 def _dense(recipe: Recipe, place: RunFolder, options: Options) -> Dense:
@@ -163,24 +162,34 @@ def _score_section(section: PlanSection, score: str | None) -> PlanSection:
     return PlanSection(score=score)  # type: ignore[arg-type]  # checked above
 
 
-def _subject(run: _Run, options: Options) -> Subject:
-    """All that is looked at, and how the model is run for it."""
-    recipe, place, dense = run.recipe, run.place, run.dense
+def _subject(run: _Run, sections: set[str], removed: bool, options: Options) -> Subject:
+    """All that is looked at, and how the model is run for it. What `sections` do not need is left out."""
+    recipe, place, dense, device = run.recipe, run.place, run.dense, options.own_device()
     stats, _ = read_stats(place.stats)
-    # In float32, since the logits of shorter types tie.
-    reading = recipe.model_copy(update={"dtype": "float32"}) if recipe.dtype == "auto" else recipe
-    setup, walker = prepare(reading, dense, options, ALONE, "inspect")
-    if not setup.in_memory:
-        raise KvpruneError(
-            "inspect: hidden states of all calibration tokens do not fit in memory; raise --memory, or inspect a run "
-            "with fewer calibrate.tokens"
-        )
+    reading = recipe.model_copy(update={"dtype": run.dtype})
+    tokens, samples = torch.empty(0, recipe.calibrate.sequence_length, dtype=torch.int64), None
+    setup, walker = Setup(device, getattr(torch, dense.run_dtype(run.dtype, device)), options.batch_size), None
+    if removed or sections - {"firing"}:
+        setup, walker = prepare(reading, dense, options, ALONE, "inspect")
+    if removed:
+        check_weights(dense, replace(setup, dtype=_judged_dtype(run, device)), "for its losses")
+    if sections & {"triggers", "layers"}:
+        if not setup.in_memory:
+            raise KvpruneError(
+                "inspect: hidden states of all calibration tokens do not fit in memory; raise --memory, or inspect a "
+                "run with fewer calibrate.tokens"
+            )
+        tokens, samples = counted_tokens(recipe, place, dense, options)
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
-    tokens = counted_tokens(recipe, place, dense, options)
-    samples = own_samples(recipe, place, dense, tokenizer, options)
     planned = stage_states(place, recipe)["plan"].status == "current"
     gone = removed_slots(read_plan(place.plan)) if planned else None
     return Subject(dense, setup, walker, tokenizer, recipe.calibrate, tokens, samples, stats, gone)
+
+
+def _judged_dtype(run: _Run, device: str) -> torch.dtype:
+    """The type that losses are measured in: that of the run, as in its evaluation."""
+    dtype: torch.dtype = getattr(torch, run.dense.run_dtype(run.recipe.dtype, device))
+    return dtype
 
 
 def _held_out(run: _Run, subject: Subject, text: str, options: Options) -> HeldOut:
@@ -199,7 +208,8 @@ def _held_out(run: _Run, subject: Subject, text: str, options: Options) -> HeldO
     except KvpruneError as error:
         raise KvpruneError(str(error).replace("calibrate.text", "--held-out")) from None
     check_tokens(tokens, run.dense.text_config)
-    device, dtype = subject.setup.device, subject.setup.dtype_name
+    device = subject.setup.device
+    dtype = run.dense.run_dtype(run.recipe.dtype, device)
     trust = options.trust_remote_code or configuring.is_own_code(run.place, run.dense)
     log.info("losses of the dense and the slim model on %s tokens of %s", f"{tokens.numel():,}", text)
     dense = token_losses(run.dense.load(dtype, device), tokens)

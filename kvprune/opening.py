@@ -13,7 +13,7 @@ from kvprune.recipe import load_recipe
 from kvprune.schema import Recipe
 from kvprune.sources.texts import check_text
 from kvprune.stages import plan as planning
-from kvprune.staleness import STAGES, first_lacking, stage_states
+from kvprune.staleness import STAGES, StageState, first_lacking, stage_states
 
 
 def begin(recipe: str | Path | Recipe, folder: str | Path, overrides: list[str] | None) -> tuple[Recipe, RunFolder]:
@@ -57,8 +57,13 @@ def need(place: RunFolder, recipe: Recipe, stage: str) -> None:
         raise StaleError(f"{place.path}: {state}; run: kvprune {command}")
 
 
-def open_checked(recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = ()) -> Dense:
-    """Open the model, and check all that can be checked before minutes are spent on the stages `walks`."""
+def open_checked(
+    recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = (), *, budget: bool = True
+) -> Dense:
+    """Open the model, and check all that can be checked before minutes are spent on the stages `walks`.
+
+    Unless the `budget` is no matter, it is told and checked, and so is what an export needs.
+    """
     for source in recipe.calibrate.text:
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
@@ -66,18 +71,9 @@ def open_checked(recipe: Recipe, place: RunFolder, options: Options, walks: tupl
     most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
     if most is not None and 0 < most < length:
         raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
-    if recipe.plan.allocation != "uniform":
-        configuring.check_by_layer(dense, recipe.plan)
-    widths = planning.choose_widths(recipe.plan, dense)  # of another allocation about the size, in all
-    slots = planning.ffn_widths(dense.layout, widths)
-    if recipe.plan.allocation == "uniform":
-        planning.check_protected(recipe.plan, dense.layout, slots)
-    before, after = (planning.model_size(dense, each) for each in ([ffn.width for ffn in dense.layout.ffns], slots))
     states = stage_states(place, recipe)
-    if states["plan"].status != "current":
-        preflight.tell_budget(recipe, dense, before, after, widths)
-    if states["export"].status != "current":
-        preflight.check_disk(place.path, after.bytes)
+    if budget:
+        _check_budget(recipe, place, dense, states)
     if recipe.refit.method != "none":
         dense.stored_dtype()  # what refitted values must be written in
         dense.check_values()
@@ -87,3 +83,18 @@ def open_checked(recipe: Recipe, place: RunFolder, options: Options, walks: tupl
         if states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense
+
+
+def _check_budget(recipe: Recipe, place: RunFolder, dense: Dense, states: dict[str, StageState]) -> None:
+    """Tell what the budget means, and check that it can be met and that the disk has room for what it leaves."""
+    if recipe.plan.allocation != "uniform":
+        configuring.check_by_layer(dense, recipe.plan)
+    widths = planning.choose_widths(recipe.plan, dense)  # of another allocation about the size, in all
+    slots = planning.ffn_widths(dense.layout, widths)
+    if recipe.plan.allocation == "uniform":
+        planning.check_protected(recipe.plan, dense.layout, slots)
+    before, after = (planning.model_size(dense, each) for each in ([ffn.width for ffn in dense.layout.ffns], slots))
+    if states["plan"].status != "current":
+        preflight.tell_budget(recipe, dense, before, after, widths)
+    if states["export"].status != "current":
+        preflight.check_disk(place.path, after.bytes)

@@ -8,7 +8,7 @@ import torch
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.walk import CannotWalkError, Setup, Walker
-from kvprune.preflight import check_memory, check_sampling
+from kvprune.preflight import check_memory, check_weights
 from kvprune.progress import log
 from kvprune.ranks import Ranks, own_device
 from kvprune.schema import Recipe
@@ -57,7 +57,7 @@ def prepare(
     if tell and dtype != recipe.dtype and recipe.dtype in ("auto", "float16") and dense.stored_as("float16"):
         log.info("float16 on a CPU: computed in float32, layer by layer; weights lose nothing by that")
     if tell and self_share(recipe.calibrate):
-        check_sampling(dense, setup)
+        check_weights(dense, setup, "to sample a text (self)")
     whole = walker is None
     in_memory, grams = check_memory(recipe, dense, setup, stage=stage, whole=whole, limit=options.memory, tell=tell)
     return replace(setup, in_memory=in_memory, grams=grams), walker

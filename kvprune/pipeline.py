@@ -28,6 +28,7 @@ from kvprune.ffn.state import find_shelf
 from kvprune.ffn.stats import read_stats
 from kvprune.opening import begin, need, open_checked, resume
 from kvprune.options import DEFAULT, Options, prepare
+from kvprune.pages.frame import check_target
 from kvprune.progress import log
 from kvprune.ranks import ALONE, Ranks, joined, launched
 from kvprune.recipe import dump_recipe
@@ -66,14 +67,20 @@ def run(
 
 
 def calibrate(
-    recipe: str | Path | Recipe, folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT
+    recipe: str | Path | Recipe,
+    folder: str | Path,
+    *,
+    overrides: list[str] | None = None,
+    budget: bool = True,
+    options: Options = DEFAULT,
 ) -> Path:
     """Count how the slots of a recipe's model fire, into a run folder. Returns the path of the statistics.
 
-    Under torchrun every process counts its share.
+    Unless the `budget` is no matter, what it means is told, and refused where it cannot be met. Under torchrun every
+    process counts its share.
     """
     recipe, place = begin(recipe, folder, overrides)
-    dense = open_checked(recipe, place, options, walks=("calibrate", "refit"))
+    dense = open_checked(recipe, place, options, walks=("calibrate", "refit"), budget=budget)
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         _calibrate(recipe, place, dense, options, ranks)
     return place.stats
@@ -126,10 +133,21 @@ def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options:
         return _evaluate(recipe, place, dense, options)
 
 
-def show(folder: str | Path) -> dict[str, Any]:
-    """What a run folder holds, as plain data; `kvprune.results.show.render` makes text of it."""
+def show(folder: str | Path, *, html: str | Path | None = None) -> dict[str, Any]:
+    """What a run folder holds, as plain data; `kvprune.results.show.render` makes text of it.
+
+    `html` is a file for a page that tells all of it.
+    """
     recipe, place = resume(folder, None, "show")
-    return describe(place, recipe, stage_states(place, recipe))
+    if html is not None:
+        check_target(Path(html))
+    about = describe(place, recipe, stage_states(place, recipe))
+    if html is not None:
+        from kvprune.results.report import write_report
+
+        write_report(Path(html), [(place.path.resolve().name, place, recipe)])
+        log.info("show: %s", html)
+    return about
 
 
 def _alone(verb: str) -> None:
@@ -185,7 +203,7 @@ def _make_plan(recipe: Recipe, place: RunFolder, dense: Dense, options: Options,
         return planning.make_plan(recipe, dense, stats, stats_digest)
     section, layout = recipe.plan, dense.layout
     prepare(recipe, dense, options, ALONE, "plan")  # for its checks
-    tokens = counted_tokens(recipe, place, dense, options)
+    tokens, _ = counted_tokens(recipe, place, dense, options)
     model = load_dense(dense, recipe, options)
     units = units_of(layout, planning.field_steps(section, layout), {})
     scores = planning.slot_scores(section, layout, stats)
@@ -216,7 +234,7 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
         setup, walker = prepare(recipe, dense, options, ranks, "refit")
         assert walker is not None
         preflight.check_states(recipe, dense, setup, place.path, stage="refit")
-        tokens = ranks.tensor_of_first(counted_tokens(recipe, place, dense, options) if ranks.first else None)
+        tokens = ranks.tensor_of_first(counted_tokens(recipe, place, dense, options)[0] if ranks.first else None)
         if ranks.first:
             _save_recipe(place, recipe)
         refitting.refit(recipe, dense, walker, read_plan(place.plan), tokens, place, setup.agreed())

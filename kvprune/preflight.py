@@ -157,13 +157,13 @@ def check_memory(
     )
 
 
-def check_sampling(dense: Dense, setup: Setup) -> None:
-    """Raise KvpruneError where the whole model, which samples its own text, does not fit in memory."""
+def check_weights(dense: Dense, setup: Setup, purpose: str) -> None:
+    """Raise KvpruneError where the whole model, which is loaded for a `purpose`, does not fit in memory."""
     weights, free = dense.layout.total_params * setup.dtype.itemsize, _free(setup.device)
     if weights > free:
         raise KvpruneError(
-            f"{dense.source.title}: to sample a text (self) its weights need {_gib(weights)} on {setup.device} "
-            f"and {_gib(free)} are free; use another calibrate.text, dtype: bfloat16, or a device with more memory"
+            f"{dense.source.title}: {purpose} all of it is loaded: {_gib(weights)} on {setup.device}, and "
+            f"{_gib(free)} are free; use dtype: bfloat16, a device with more memory, or go without"
         )
 
 

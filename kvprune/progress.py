@@ -28,6 +28,17 @@ def progress(items: Iterable[T], *, total: int, label: str, unit: str, per_item:
 
 
 @contextmanager
+def only_errors() -> Iterator[None]:
+    """Tell nothing else for as long as that: for checks that are made, and tell, once more."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def advancing(*, total: int, label: str, unit: str) -> Iterator[Advance]:
     """Give a function to call with each amount of `unit` that is done; never shows more than `total`."""
     if not log.isEnabledFor(logging.INFO):

@@ -50,6 +50,7 @@ class Draft:
     evaluated: bool
     parent: str | None = None  # the commit of the repository that is there
     removed: tuple[str, ...] = ()  # files of an earlier export that go
+    replaced: bool = False  # if another card is there
 
     def as_data(self) -> dict[str, Any]:
         """What is told of it."""
@@ -58,6 +59,7 @@ class Draft:
             "private": self.private,
             "files": self.files,
             "removed": list(self.removed),
+            "replaced": [CARD] if self.replaced else [],
             "card": self.card,
             "evaluated": self.evaluated,
         }
@@ -84,12 +86,14 @@ def publish(
     with locked(place):
         draft = _draft(recipe, place, name, private, licence)
         if dry_run:
+            _check_digests(draft)
             return {**draft.as_data(), "url": None, "commit": None}
         if get_token() is None:
             raise KvpruneError("publish: no token of the Hub: set HF_TOKEN, or log in with: hf auth login")
         api = HfApi()
         with _reaching(name):
             draft = _beside(api, draft)
+        _check_digests(draft)  # reads every byte, and so comes last
         if confirm is not None and not confirm(draft.as_data()):
             raise KvpruneError(f"publish: {name}: not agreed to; nothing was uploaded")
         with _reaching(name):
@@ -102,7 +106,8 @@ def render(found: dict[str, Any]) -> str:
     name, files, removed = found["name"], found["files"], found["removed"]
     if found.get("commit"):
         return f"{found['url']}\ncommit {found['commit']}\nmake it again with: kvprune reproduce {name}"
-    rows = [["file", "bytes"], *([file, f"{size:,}"] for file, size in files.items())]
+    there = {file: f"{file} (replaced)" for file in found["replaced"]}
+    rows = [["file", "bytes"], *([there.get(file, file), f"{size:,}"] for file, size in files.items())]
     rows.append([f"{len(files)} files", f"{sum(files.values()):,}"])
     kind = "private" if found["private"] else "public"
     gone = f"\nremoved there: {', '.join(removed)}" if removed else ""
@@ -119,7 +124,7 @@ def _check_name(name: str) -> None:
 
 
 def _draft(recipe: Recipe, place: RunFolder, name: str, private: bool, licence: str | None) -> Draft:
-    """What would be uploaded, checked."""
+    """What would be uploaded, checked but for its bytes."""
     need(place, recipe, "evaluate")  # all before it, the export last
     about = read_json(place.model / ABOUT)
     _check_files(place.model, about)
@@ -144,13 +149,19 @@ def _evaluate(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, about: dict[str, Any]) -> None:
-    """Raise KvpruneError, naming the file, where `folder` does not hold what was exported, byte for byte."""
-    mend = f"move {folder} away and run: kvprune export {folder.parent}"
-    digests = {name: mark for name, mark in about["digests"].items() if name != CARD}
+    """Raise KvpruneError, naming the file, where `folder` holds one that is not of the export."""
     for name in file_names(folder):
-        if name not in {ABOUT, CARD, *digests}:
+        if name not in {ABOUT, CARD, *about["digests"]}:
             raise KvpruneError(f"{folder / name}: is not of the export; move it away")
-    for name, mark in digests.items():
+
+
+def _check_digests(draft: Draft) -> None:
+    """Raise KvpruneError, naming the file, where the folder does not hold what was exported, byte for byte."""
+    folder, about = draft.folder, draft.about
+    mend = f"move {folder} away and run: kvprune export {folder.parent}"
+    for name, mark in about["digests"].items():
+        if name == CARD:
+            continue
         if not (folder / name).is_file():
             raise KvpruneError(f"{folder / name}: is missing; {mend}")
         if (folder / name).stat().st_size != about["files"][name] or digest(folder / name) != mark:
@@ -199,18 +210,22 @@ def _beside(api: HfApi, draft: Draft) -> Draft:
     if ABOUT not in names:
         raise KvpruneError(f"{other} other files ({sorted(names)[0]} first) and no {ABOUT}; use another name")
     there = read_json(Path(api.hf_hub_download(draft.name, ABOUT, revision=info.sha)))
-    title, mine = _title(there), draft.about["model"]["title"]
+    (title, files), (mine, own) = _model(there), _model(draft.about)
     if title != mine:
         raise KvpruneError(f"{other} a slim {title}, and this is a slim {mine}; use another name")
-    return replace(draft, removed=tuple(sorted(names & set(there.get("files", ())) - set(draft.files))))
+    if files != own:  # two folders may have one name
+        raise KvpruneError(f"{other} a slim {title} made from other files or another commit of it; use another name")
+    card = Path(api.hf_hub_download(draft.name, CARD, revision=info.sha)) if CARD in names else None
+    removed = tuple(sorted(names & set(there.get("files", ())) - set(draft.files)))
+    return replace(draft, removed=removed, replaced=card is not None and card.read_bytes() != draft.card.encode())
 
 
-def _title(about: Any) -> Any:
-    """The model that a kvprune.json is of."""
+def _model(about: Any) -> tuple[Any, Any]:
+    """The model that a kvprune.json is of: its title, and what tells its files from others."""
     try:
-        return about["model"]["title"]
-    except (KeyError, TypeError):
-        return None
+        return about["model"]["title"], about.get("inputs", {}).get("model")
+    except (KeyError, TypeError, AttributeError):
+        return None, None
 
 
 def _upload(api: HfApi, draft: Draft) -> str:

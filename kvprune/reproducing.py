@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +26,21 @@ from kvprune.artifacts import (
 from kvprune.card import unpublished
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import WRITE_BLOCK, Checkpoint, TensorEntry, mapped, open_checkpoint
+from kvprune.opening import open_checked
 from kvprune.options import DEFAULT, Options
-from kvprune.progress import log, progress
+from kvprune.progress import log, only_errors, progress
 from kvprune.ranks import launched
-from kvprune.recipe import dump_recipe, make_recipe
+from kvprune.recipe import dump_recipe, make_recipe, parse_yaml
 from kvprune.schema import Recipe
-from kvprune.sources.models import load_tokenizer, open_model
+from kvprune.sources.models import first_look, load_tokenizer, open_model
 from kvprune.sources.texts import check_text, self_share, sequences, token_digest
+from kvprune.tokens import calibration_tokens
 
 ABOUT = "kvprune.json"
 MARK = "reproduce.json"  # tells a run of ours from the user's own
 NEEDED = ("recipe", "model", "made_with", "calibration", "inputs")
-OVERRIDES = ("model=", "calibrate.text=")  # where things are; all else would be another recipe
+TEXT = "calibrate.text="
+OVERRIDES = ("model=", TEXT)  # where things are; all else would be another recipe
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def reproduce(
 
     `model` is published on the Hub ("org/name"), or a folder with a kvprune.json. The new run goes to `folder`, or to
     the cache for as long as it takes. `overrides` say where a model and texts are that were not published
-    ("model=PATH", "calibrate.text=PATH"). A model of the Hub is the one of the recorded commit. Returns plain data:
+    ("model=PATH", "calibrate.text=PATH", of several texts "calibrate.text=[PATH, PATH]"). A model of the Hub is the
+    one of the recorded commit. Returns plain data:
     whether all is identical, the tensors that differ, and what may be why. Raises KvpruneError where the checkpoint
     does not say how it was made, or what it was made from cannot be had.
     """
@@ -129,18 +134,18 @@ def _open(name: str) -> Published:
     folder, commit = Path(name), None
     if RunFolder(folder).recipe.is_file():
         folder = RunFolder(folder).model
-    elif not folder.exists():
-        source = open_model(name)
-        folder, commit = source.folder, source.commit
-    if not (folder / ABOUT).is_file():
+    file = folder / ABOUT
+    if not folder.exists():
+        file, commit = first_look(name, ABOUT)
+    if not file.is_file():
         raise KvpruneError(f"{name}: holds no {ABOUT}: kvprune did not make it; name a checkpoint that it did")
-    about = read_json(folder / ABOUT)
+    about = read_json(file)
     if not isinstance(about, dict) or about.get("version") != FORMAT_VERSION:
         raise KvpruneError(f"{name}: its {ABOUT} is of another version of kvprune; install that one")
     lacking = [key for key in NEEDED if not isinstance(about.get(key), dict)]
     if lacking:
         raise KvpruneError(f"{name}: its {ABOUT} has no {lacking[0]}: it does not say how to make it again")
-    return Published(name, folder, commit, about)
+    return Published(name, folder if commit is None else open_model(name, commit=commit).folder, commit, about)
 
 
 def _recipe(published: Published, overrides: list[str]) -> Recipe:
@@ -155,18 +160,36 @@ def _recipe(published: Published, overrides: list[str]) -> Recipe:
     data, commit = about["recipe"], about["model"].get("commit")
     if commit:
         data = data | {"model": f"{str(data['model']).partition('@')[0]}@{commit}"}
-    recipe = make_recipe(data, f"{published.name}: {ABOUT}: recipe", overrides)
+    where = f"{published.name}: {ABOUT}: recipe"
+    recipe = make_recipe(data, where)
     given = {override.partition("=")[0] for override in overrides}
     for key, names in unpublished(about).items():
         gone = [name for name in names if not Path(name).exists()]
         if gone and key not in given:
+            value = "PATH" if len(names) == 1 else f"[{', '.join(f'PATH of {name}' for name in names)}]"
             raise KvpruneError(
                 f"{published.name}: was made from {gone[0]}, which is not published and not here; "
-                f"say where it is: --set {key}=PATH"
+                f"say where it is: --set {shlex.quote(f'{key}={value}')}"
             )
+    texts = [override for override in overrides if override.startswith(TEXT)]
+    for override in texts:
+        data = _relocated(data, unpublished(about).get("calibrate.text", []), override)
+    recipe = make_recipe(data, where, [override for override in overrides if override not in texts])
     for source in recipe.calibrate.text:
         check_text(source)
     return recipe
+
+
+def _relocated(data: dict[str, Any], names: list[str], override: str) -> dict[str, Any]:
+    """Recipe `data` with the local texts `names` where `override` says that they are, and all else as it was."""
+    value = parse_yaml(override.removeprefix(TEXT), f"--set {override}")
+    paths = value if isinstance(value, list) else [value]
+    if len(paths) != len(names) or not all(isinstance(path, str) for path in paths):
+        wanted = f"a path for each of these texts, in their order: {', '.join(names)}"
+        raise KvpruneError(f"--set {override}: should be {wanted if names else 'left out: all texts are published'}")
+    left = iter(paths)
+    text = [item | {"source": next(left)} if item["source"] in names else item for item in data["calibrate"]["text"]]
+    return data | {"calibrate": data["calibrate"] | {"text": text}}
 
 
 def _check_model(published: Published, recipe: Recipe, options: Options) -> None:
@@ -240,6 +263,10 @@ def _place(published: Published, folder: str | Path | None, options: Options) ->
 def _run_again(published: Published, recipe: Recipe, place: RunFolder, options: Options) -> None:
     """All stages but the evaluation, into the new run folder; what is done there is not done again."""
     write_text(place.recipe, dump_recipe(recipe))
+    if self_share(recipe.calibrate) and not place.stats.is_file():
+        with only_errors():  # the calibration tells
+            dense = open_checked(recipe, place, options, walks=("calibrate",))
+        _check_tokens(published, token_digest(calibration_tokens(recipe, place, dense, options)))
     pipeline.calibrate(recipe, place.path, options=options)
     _check_tokens(published, read_meta(place.stats)["inputs"]["tokens"])
     pipeline.plan(place.path, options=options)

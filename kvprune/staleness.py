@@ -28,19 +28,18 @@ class StageState:
         return f"{self.stage} is {self.status}{f': {self.reason}' if self.reason else ''}"
 
 
-def stage_states(run: RunFolder, recipe: Recipe) -> dict[str, StageState]:
-    """The state of every stage. Reads metadata and digests, no weights and no network."""
+def stage_states(run: RunFolder, recipe: Recipe, stages: Sequence[str] = STAGES) -> dict[str, StageState]:
+    """The state of every stage, or of the first few. Reads metadata and digests, no weights and no network."""
     states: dict[str, StageState] = {}
-    for stage in STAGES:
+    for stage in stages:
         upstream = next((state for state in states.values() if state.status != "current"), None)
         states[stage] = _state(stage, run, recipe, upstream)
     return states
 
 
 def first_lacking(run: RunFolder, recipe: Recipe, stages: Sequence[str] = STAGES) -> StageState | None:
-    """The first of `stages` that is missing or stale, None where all are current."""
-    states = stage_states(run, recipe)
-    return next((states[name] for name in stages if states[name].status != "current"), None)
+    """The first of `stages`, all or the first few, that is missing or stale; None where all are current."""
+    return next((state for state in stage_states(run, recipe, stages).values() if state.status != "current"), None)
 
 
 def artifact(run: RunFolder, stage: str) -> Path:

@@ -14,16 +14,16 @@ from typing import Any
 from kvprune import pipeline
 from kvprune.artifacts import RunFolder, digest, locked, read_json, read_meta, write_atomic, write_text
 from kvprune.errors import KvpruneError
-from kvprune.opening import begin
+from kvprune.opening import begin, open_checked
 from kvprune.options import DEFAULT, Options
-from kvprune.progress import log, progress
+from kvprune.progress import log, only_errors, progress
 from kvprune.ranks import launched
 from kvprune.recipe import dump_recipe, load_recipe, stage_recipe
 from kvprune.schema import Recipe
 from kvprune.sources.texts import check_text
 from kvprune.stages.evaluate import task_manager
 from kvprune.stages.sensitivity import describe
-from kvprune.staleness import stage_states
+from kvprune.staleness import STAGES, first_lacking
 
 FORMAT = "kvprune.sweep"
 VERSION = 1
@@ -70,7 +70,7 @@ def sweep(
     """Bring a run folder below `folder` up to date for every combination of `settings` of a recipe file.
 
     A setting is a key and its values, "plan.budget.keep=0.9,0.8"; a comma in brackets or quotes is part of a value.
-    Runs with the same calibration share its files. A run that fails with a KvpruneError is told, and the others go on.
+    Runs with the same calibration share its files. A run that fails is told, and the others go on.
     With `dry_run` all is checked and nothing is run. Returns plain data. Raises KvpruneError where a combination is
     not valid, before anything is run.
     """
@@ -80,6 +80,7 @@ def sweep(
     if RunFolder(root).recipe.is_file():
         raise KvpruneError(f"{folder}: is a run folder; name a folder for the runs, with another -o")
     planned = _plan_all(recipe, root, combinations(settings))
+    _check_all(planned, options)
     outcomes = {each.combination.name: _Outcome("not run") for each in planned}
     if not dry_run:
         # Those that collect most come first, since their statistics serve the others too.
@@ -190,8 +191,7 @@ def _plan_all(recipe: str | Path, root: Path, made: Sequence[Combination]) -> li
         except KvpruneError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(combination.name)
-    if problems:
-        raise KvpruneError("\n".join(_problem(line, names, len(made)) for line, names in problems.items()))
+    _refuse(problems, len(made))
     for at, each in enumerate(planned):
         if each.recipe.evaluate not in [other.recipe.evaluate for other in planned[:at]]:
             try:
@@ -199,6 +199,23 @@ def _plan_all(recipe: str | Path, root: Path, made: Sequence[Combination]) -> li
             except KvpruneError as error:
                 raise KvpruneError(f"{each.combination.name}: {error}") from None
     return planned
+
+
+def _check_all(planned: Sequence[_Planned], options: Options) -> None:
+    """Check every combination as its run does. Raises KvpruneError with every problem and whose it is."""
+    problems: dict[str, list[str]] = {}
+    for each in progress(planned, total=len(planned), label="check", unit="recipes"):
+        try:
+            with only_errors():  # its run tells
+                open_checked(each.recipe, each.place, options, walks=("calibrate", "refit"))
+        except KvpruneError as error:
+            problems.setdefault("; ".join(str(error).splitlines()), []).append(each.combination.name)
+    _refuse(problems, len(planned))
+
+
+def _refuse(problems: Mapping[str, Sequence[str]], total: int) -> None:
+    if problems:
+        raise KvpruneError("\n".join(_problem(line, names, total) for line, names in problems.items()))
 
 
 def _problem(line: str, names: Sequence[str], total: int) -> str:
@@ -209,13 +226,15 @@ def _problem(line: str, names: Sequence[str], total: int) -> str:
 
 
 def _run(each: _Planned, root: Path, options: Options) -> _Outcome:
-    """One run, on a calibration that is there where one is. An error of ours is its outcome."""
+    """One run, on a calibration that is there where one is. An error is its outcome."""
     try:
         _share(each, root)
         return _Outcome("done", results=pipeline.run(each.recipe, each.place.path, options=options))
-    except KvpruneError as error:
-        what = "; ".join(str(error).splitlines())
+    except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
+        kind = "" if isinstance(error, KvpruneError) else f"{type(error).__name__}: "
+        what = kind + "; ".join(str(error).splitlines())
         log.error("sweep: %s failed: %s", each.combination.name, what)
+        log.debug("sweep: where it failed:", exc_info=True)
         return _Outcome("failed", error=what)
 
 
@@ -247,7 +266,7 @@ def _share(each: _Planned, root: Path) -> None:
 def _calibrated(place: RunFolder, recipe: Recipe) -> bool:
     """Whether the statistics of a run folder are what `recipe` would count."""
     try:
-        return stage_states(place, recipe)["calibrate"].status == "current"
+        return first_lacking(place, recipe, STAGES[:1]) is None
     except KvpruneError:  # a broken file: the run that it is of says so
         return False
 

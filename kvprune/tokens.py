@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvprune.artifacts import RunFolder, read_meta
+from kvprune.artifacts import RunFolder, read_json, read_meta
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.options import Options
@@ -45,15 +46,31 @@ def own_samples(recipe: Recipe, place: RunFolder, dense: Dense, tokenizer: Any, 
     )
 
 
-def counted_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> Tensor:
-    """The tokens that were counted; refuses a text that gives others by now."""
-    tokens = calibration_tokens(recipe, place, dense, options)
+def counted_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> tuple[Tensor, Tensor | None]:
+    """The tokens that were counted, and the samples among them; refuses a text that gives others by now.
+
+    Samples that are kept are taken as they are: on another device they would be others.
+    """
+    tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
+    samples = _kept_samples(recipe, place)
+    if samples is None:
+        samples = own_samples(recipe, place, dense, tokenizer, options)
+    tokens = sequences(recipe.calibrate, tokenizer, samples)
     if token_digest(tokens) != read_meta(place.stats)["inputs"]["tokens"]:
         raise StaleError(
             f"{place.path}: calibrate.text gives other tokens now than were counted; "
             f"run: kvprune calibrate {place.recipe} -o {place.path}"
         )
-    return tokens
+    return tokens, samples
+
+
+def _kept_samples(recipe: Recipe, place: RunFolder) -> Tensor | None:
+    """The samples of a run that was calibrated, where all of them are kept."""
+    count = self_share(recipe.calibrate)
+    if not count or not place.samples.is_file():
+        return None
+    rows = read_json(place.samples)["tokens"]
+    return torch.tensor(rows) if len(rows) == count else None
 
 
 def check_tokens(tokens: Tensor, config: Any) -> None:

@@ -81,7 +81,8 @@ class Bench:
         whole = (data / "wikitext2.valid.txt").read_text(encoding="utf-8")
         end = whole.rindex("\n", 0, len(whole) * 4 // 5) + 1
         self.text, self.held = runs / "calibrate.txt", whole[end:]
-        write_text(self.text, whole[:end])
+        if not self.text.is_file() or self.text.read_text(encoding="utf-8") != whole[:end]:
+            write_text(self.text, whole[:end])  # a new time would make all that was counted stale
         self.dense: Dense = open_dense(BUILTIN)
         self.tokenizer = load_tokenizer(self.dense.source)
         self.limit = limit
@@ -166,7 +167,7 @@ def _judging(bench: Bench) -> Judging:
 def _tuning(bench: Bench) -> Judging:
     """Judge by the held-back end of the calibration text, and by another domain."""
     seen = [str(text) for text in documents(TextSource(source=TASK_TEXT), 0)]
-    texts = {"wikitext": [bench.held], "lambada": seen}
+    texts = {"wikitext": [bench.held], "lambada": seen}  # the other domain, in the place of the one that judges
     tests = {name: [bench.tokenizer(text, verbose=False)["input_ids"] for text in some] for name, some in texts.items()}
     return lambda model, _: {name: losses(model, some) for name, some in tests.items()}
 
@@ -185,14 +186,17 @@ def main() -> None:
         raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2, LAMBADA and tasks")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     bench = Bench(arguments.runs.resolve(), Path(os.environ["KVPRUNE_DATA"]).resolve(), arguments.limit)
+    into = arguments.table.resolve() if arguments.table else None
     os.chdir(bench.data)  # its task files name their data from there
-    kept = bench.runs / ("tune.json" if arguments.tune else "results.json")
+    kept = bench.runs / ("tune.json" if arguments.tune else f"results-{arguments.limit}.json")
     results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     judge = _tuning(bench) if arguments.tune else _judging(bench)
     cells = [("dense", 1.0), *((name, keep) for keep in arguments.keep for name in arguments.methods)]
     for name, keep in cells:
         key = f"{name} {keep:g}"
         if key not in results:
+            if name in METHODS and not METHODS[name].peer:
+                bench.calibrated(METHODS[name])  # which methods share: not in their time
             started = time.perf_counter()
             model = bench.dense.load("auto", "cpu") if name == "dense" else bench.slim(METHODS[name], keep)
             made = time.perf_counter()
@@ -207,9 +211,9 @@ def main() -> None:
             print(key, figures, results[key]["seconds"], flush=True)
     text = table(results, arguments.keep, arguments.against)
     print(text)
-    if arguments.table:
-        write_text(arguments.table, text + "\n")
-        write_json(arguments.table.with_suffix(".json"), results)
+    if into:
+        write_text(into, text + "\n")
+        write_json(into.with_suffix(".json"), results)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def open_tests(data: Path, tokenizer: Any, limit: int) -> Tests:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines()
+    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from kvprune.ffn.experts import Seen
 from kvprune.ffn.layout import Layout
 from kvprune.ffn.watching import value_rows
 from kvprune.progress import progress
-from kvprune.reading.lens import each_pass
+from kvprune.reading.passes import each_pass
 from kvprune.reading.values import Values
 
 GRAIL_RIDGE = 1e-3  # of the mean diagonal

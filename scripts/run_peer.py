@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 BATCH = 8
 
@@ -77,13 +77,14 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True, help="slots that stay in every FFN")
     parser.add_argument("--tokens", type=Path, help="safetensors with `tokens` [sequences, length] to calibrate on")
     arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    stored = AutoConfig.from_pretrained(arguments.model).dtype
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()  # no ties of short types
     tokens = load_file(arguments.tokens)["tokens"] if arguments.tokens else None
     pruned = TOOLS[arguments.tool](model, arguments.width, tokens)
     widths = {layer.mlp.down_proj.in_features for layer in pruned.model.layers}
     if widths != {arguments.width}:
         raise SystemExit(f"{arguments.tool} left widths {sorted(widths)}, and {arguments.width} was asked for")
-    pruned.save_pretrained(arguments.out)
+    pruned.to(stored).save_pretrained(arguments.out)
     AutoTokenizer.from_pretrained(arguments.model).save_pretrained(arguments.out)
     AutoModelForCausalLM.from_pretrained(arguments.out)  # it loads, or this fails
 

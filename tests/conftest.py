@@ -3,8 +3,9 @@
 import copy
 import os
 import random
+import shutil
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvprune.artifacts import FfnPlan, Plan
 from kvprune.dense import Dense
 from kvprune.ffn.walk import CannotWalkError
 from kvprune.stages.plan import layer_fields, model_size
+from tests.browser import BROWSERS, Browser
 
 WIDTH = 48
 HIDDEN = 32
@@ -154,6 +156,17 @@ def text(tmp_path: Path) -> Path:
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
     """Make a checkpoint folder: `make_folder("gpt2", torch.bfloat16, max_shard_size="20KB")`."""
     return lambda *args, **kwargs: save_model(tmp_path / "dense", *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for all tests of pages; they are skipped where none is installed."""
+    binary = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if binary is None:
+        pytest.skip(f"no browser is installed (one of {', '.join(BROWSERS)})")
+    running = Browser(binary, tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()
 
 
 @pytest.fixture

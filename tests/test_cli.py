@@ -1,6 +1,7 @@
 """The command line: exit codes, one JSON object on stdout, one line an error."""
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvprune import __version__
+from kvprune import __version__, cli
 from kvprune.arguments import EXAMPLES, parser
 from kvprune.cli import main
+from kvprune.terminal import printable
 from tests.conftest import recipe_data
 
 
@@ -52,6 +54,26 @@ def test_json_is_one_object_on_stdout_and_progress_goes_to_stderr(recipe: Path, 
     shown = kvprune("show", tmp_path / "run", "--json", "-q")
     assert json.loads(shown.stdout)["stages"][0] == {"stage": "calibrate", "status": "current", "reason": ""}
     assert shown.stderr == ""
+
+
+def test_names_of_others_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b]0;mine\x07\u202eb\r"
+    assert printable(f"{evil}\n\ta → 1") == "·]0;mine··b·\n\ta → 1"
+    assert main(["show", str(tmp_path / evil)]) == 1
+
+    def command(arguments: object) -> tuple[dict[str, str], str]:
+        logging.getLogger("kvprune").warning("%s is another", evil)
+        return {"name": evil}, f"{evil}: done"
+
+    monkeypatch.setattr(cli, "_command", command)
+    assert main(["show", "run"]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err.splitlines()[-1]) == ("·]0;mine··b·: done\n", "·]0;mine··b· is another")
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(told.err)
+    assert main(["show", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": evil}
 
 
 def test_quiet_says_nothing_but_the_result(recipe: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvprune
 from kvprune.artifacts import RunFolder
+from kvprune.card import BASE_CARD, base_fields
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import INDEX, Change, Cut, find_difference, open_checkpoint, write_cut_file
 from kvprune.ffn.find import find_layout
@@ -146,6 +147,23 @@ def test_only_what_belongs_to_the_model_goes_along(tmp_path: Path) -> None:
     about = json.loads((run.model / "kvprune.json").read_text())
     assert about["budget"]["after"]["total_params"] < about["budget"]["before"]["total_params"]
     assert str(tmp_path) not in (run.model / "kvprune.json").read_text() + card
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "date: 2024-02-30",
+        "a: " + "[" * 5000,
+        "a: [",
+        "? [a, {b: c}]\n: d",
+        "a: !!timestamp x",
+        "a: !!bool x",
+        "a: !!int ''",
+    ],
+)
+def test_a_card_whose_header_cannot_be_read_tells_nothing(header: str, tmp_path: Path) -> None:
+    (tmp_path / BASE_CARD).write_text(f"---\nlicense: mit\n{header}\n---\n# Base\n", encoding="utf-8")
+    assert base_fields(tmp_path) in ({}, {"license": "mit"})
 
 
 def test_config_changes_in_the_width_alone(tmp_path: Path) -> None:

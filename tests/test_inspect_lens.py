@@ -62,10 +62,11 @@ def coefficients_by_hand(model: Any, layer: int) -> dict[str, tuple[Tensor, Tens
     path = f"model.layers.{layer}.mlp"
     mlp = model.get_submodule(path)
     if not hasattr(mlp, "experts"):
-        values = mlp.down_proj.weight.T
-        if "Gemma2" in type(model).__name__:
+        values, a = mlp.down_proj.weight.T, inputs_of(model, [f"{path}.down_proj"])[f"{path}.down_proj"]
+        if "Gemma2" in type(model).__name__:  # a norm follows
+            a = a / (a @ values).square().mean(1, keepdim=True).sqrt()
             values = values * (1 + model.model.layers[layer].post_feedforward_layernorm.weight)
-        return {path: (inputs_of(model, [f"{path}.down_proj"])[f"{path}.down_proj"], values)}
+        return {path: (a, values)}
     x = inputs_of(model, [path])[path]
     weights, chosen = torch.softmax(x @ mlp.gate.weight.T, -1).topk(CHOSEN, -1)
     weights = weights / weights.sum(-1, keepdim=True)

@@ -18,9 +18,9 @@ from kvprune.reading.values import (
     coherence,
     coherences,
     each_values,
+    in_words,
     null_coherence,
     open_unembedding,
-    promoted,
     read_values,
     token_text,
     walked_unembedding,
@@ -145,8 +145,10 @@ def test_words_are_plain_data() -> None:
     model, layout, unembedding = opened("llama")
     values = next(each_values(model, layout))
     tokenizer = tiny_tokenizer()
-    told = promoted(values.directions()[:3], unembedding, tokenizer, top=4)
     found = read_values(values.directions()[:3], unembedding, top=4)
+    texts: dict[int, str] = {}
+    told = [in_words(found, row, tokenizer, texts) for row in range(3)]
+    assert texts.keys() == {*found.promoted.flatten().tolist(), *found.suppressed.flatten().tolist()}
     assert json.loads(json.dumps(told)) == told
     for slot, item in enumerate(told):
         assert [token for _, token, _ in item["promoted"]] == found.promoted[slot].tolist()

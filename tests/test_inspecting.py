@@ -23,16 +23,16 @@ from kvprune.ffn.find import find_layout
 from kvprune.ffn.watching import value_rows
 from kvprune.options import Options
 from kvprune.results.inspection import render
+from tests.browser import Parsed
 from tests.conftest import recipe_data, tiny_config, tiny_model, tiny_tokenizer, words
 from tests.families import family_config
-from tests.test_page import Parsed
 from tests.test_triggers import plant
 
 LENGTH, BOS = 32, 256
 LETTERS = string.ascii_letters + string.digits + string.punctuation
 MADE = 48  # slots that look for the tokens 0 to 47, "!" to "P"
 TIMES = 10  # that each of them is in the text: as often as a card has triggers
-BASE = {"id", "ffn", "slot", "rate", "removed"}
+BASE = {"id", "ffn", "slot", "expert", "rate", "removed"}
 TRIGGERS, VALUES = {"triggers", "shared"}, {"promoted", "suppressed", "coherence"}
 HEAD = ("format", "version", "made_with", "model", "run", "text", "tokens")
 SMALL = ["calibrate.text=builtin", "calibrate.tokens=64", "calibrate.sequence_length=32"]
@@ -342,7 +342,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "unknown score": (of_run("--layer", "0", "--score", "magic"), "--score magic: should be one of wanda, fire_rate"),
     "matrices that were not collected": (of_run("--top", "3", "--score", "greedy"), "calibrate.collect=[counts, gram]"),
     "gradients that were not collected": (of_run("--top", "3", "--score", "taylor"), "statistics have no gradients"),
-    "recipe of a run": (of_run("--set", "calibrate.tokens=64"), "is a run, with its own recipe; --set is for a model"),
+    "recipe of a run": (of_run("--set", "calibrate.tokens=64"), "is a run, with its own recipe; only dtype, to read it in, can be set"),
     "nothing removed from a model": (of_model("--removed"), "is no run folder (no recipe.yaml)"),
     "plan of a model": (of_model("--set", "plan.score=random"), "changes calibrate.* and dtype of a model only"),
     "score of a model": (of_model("--top", "3", "--score", "reconstruction"), "calibrate.collect=[counts, gram]"),

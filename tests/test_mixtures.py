@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvprune
-from kvprune.artifacts import RunFolder, read_json
+from kvprune.artifacts import RunFolder, read_json, write_json
 from kvprune.errors import KvpruneError
 from kvprune.recipe import make_recipe
 from kvprune.results.show import render
@@ -543,3 +543,17 @@ def test_a_tokenizer_of_another_model_is_refused_before_sampling(dense: Path, tm
     with pytest.raises(KvpruneError, match="BOS has id 260 and the model has 260 embeddings") as error:
         kvprune.calibrate(of_itself(dense, "self"), tmp_path / "run")
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_samples_that_were_counted_are_never_drawn_again(dense: Path, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    kvprune.calibrate(of_itself(dense, "self"), run.path)
+    before = kvprune.inspect(run.path, slots=["1:3"], sections=["triggers"])
+    kept = read_json(run.samples)
+    kept["key"]["device"] = "cuda"  # as if it had been calibrated there: here, they would come out otherwise
+    write_json(run.samples, kept)
+    content = run.samples.read_bytes()
+    assert kvprune.inspect(run.path, slots=["1:3"], sections=["triggers"]) == before
+    kvprune.plan(run.path)
+    kvprune.refit(run.path, overrides=["refit.method=oneshot"])
+    assert run.samples.read_bytes() == content

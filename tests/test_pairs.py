@@ -1,13 +1,15 @@
 """Paired intervals: they are what they say, verdicts hold for chance alone, fronts are those found by hand."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvprune.results.intervals import Floats, difference_interval, ratio_interval, widened
-from kvprune.results.pairs import FEWEST, Scored, apart, front, scored, told
+from kvprune.results.intervals import Floats, difference_interval, ratio_interval, student_interval, widened
+from kvprune.results.pairs import FEWEST, Scored, apart, front, read_samples, scored, told
 
 
 def losses(means: Any, counts: Any) -> Scored:
@@ -36,10 +38,10 @@ def test_an_interval_is_that_of_the_definition() -> None:
     assert found.interval == found.corrected == pytest.approx(ends, rel=1e-9)
     total = np.exp(one[:, 0].sum() / counts.sum()), np.exp(other[:, 0].sum() / counts.sum())
     assert found.value == pytest.approx(total[0] / total[1])
-    assert [found.value, *found.interval] == pytest.approx(ratio_interval(one.tolist(), other.tolist(), level=level))
+    assert [found.value, *found.interval] == pytest.approx(ratio_interval(one.tolist(), other.tolist()))
     mean = next(apart([(scores(one[:, 0]), scores(other[:, 0]), True)], 1))
     assert mean.interval is not None
-    known = difference_interval(one[:, 0].tolist(), other[:, 0].tolist(), level=level)
+    known = difference_interval(one[:, 0].tolist(), other[:, 0].tolist())
     assert [mean.value, *mean.interval] == pytest.approx(known)
 
 
@@ -90,6 +92,44 @@ def test_verdicts_go_the_way_that_is_better() -> None:
     assert found == ["better", "worse", "worse", "higher", "no difference shown"]
     few = next(apart([(scores([1.0] * (FEWEST - 1)), scores([0.0] * (FEWEST - 1)), True)], 1))
     assert (few.value, few.interval, few.verdict) == (1, None, f"fewer than {FEWEST} documents")
+
+
+@pytest.mark.parametrize(("documents", "comparisons"), [(12, 2000), (400, 100_000)])
+def test_among_very_many_comparisons_verdicts_rest_on_students_t(documents: int, comparisons: int) -> None:
+    draw = np.random.default_rng(2)
+    base = draw.normal(3, 0.5, documents)
+    apart_by = draw.normal(0, 0.05, documents)
+    apart_by -= apart_by.mean()
+    error = apart_by.std(ddof=1) / math.sqrt(documents)
+    for ratio in (False, True):
+        shifts = (4.5, 20) if documents == 400 else (6, 20)  # in standard errors; t at the level is 5.1, and 6.9
+        pairs: list[tuple[Scored, Scored, bool | None]] = []
+        for shift in shifts:
+            more = base + apart_by + shift * error
+            counts = np.full(documents, 100)
+            pairs.append(
+                (losses(more, counts), losses(base, counts), False) if ratio else (scores(more), scores(base), False)
+            )
+        found = list(apart(pairs, comparisons))
+        assert [item.verdict for item in found] == ["no difference shown", "worse"]
+        assert {item.by for item in found} == {"Student's t"}
+        assert next(apart(pairs[:1], 1)).by == "bootstrap"
+
+
+@pytest.mark.parametrize(("free", "level", "known"), [(9, 0.999, 4.7809), (9, 0.99999, 8.8275), (29, 0.9999, 4.5055)])
+def test_students_t_is_that_of_the_tables(free: int, level: float, known: float) -> None:
+    columns = np.stack([np.linspace(-1, 1, free + 1), np.ones(free + 1)], 1)
+    low, high = student_interval(columns, level)
+    error = columns[:, 0].std(ddof=1) / math.sqrt(free + 1)
+    assert [low, high] == pytest.approx([-known * error, known * error], rel=5e-3)
+
+
+def test_a_document_may_hold_any_end_of_line(tmp_path: Path) -> None:
+    rows = [{"text": "a\u2028b\u2029c\x85d"}, {"text": "\r\x0b\x1c"}]
+    file = tmp_path / "eval" / "slim" / "one.samples.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in rows), encoding="utf-8")
+    assert read_samples(file) == rows
 
 
 def row(**metrics: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_weights_beyond_memory_are_refused(recipe: Recipe, dense: Dense, monkeyp
     with pytest.raises(KvpruneError, match=r"the model needs about .* and .* are free; use dtype: bfloat16"):
         check(recipe, dense, 8, whole=True)
     with pytest.raises(KvpruneError, match="to sample a text"):
-        preflight.check_sampling(dense, Setup("cpu", torch.float32, 8))
+        preflight.check_weights(dense, Setup("cpu", torch.float32, 8), "to sample a text (self)")
 
 
 def test_a_batch_beyond_memory_is_refused_with_one_that_fits(

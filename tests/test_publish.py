@@ -13,11 +13,14 @@ import yaml
 from huggingface_hub import ModelCard
 
 import kvprune
+from kvprune import publishing
 from kvprune.artifacts import RunFolder, digest, file_names, read_json, write_tensors
 from kvprune.card import model_card, unpublished
 from kvprune.cli import main
 from kvprune.errors import KvpruneError, StaleError
+from kvprune.publishing import render
 from kvprune.recipe import make_recipe
+from kvprune.results.figures import _dataset
 from kvprune.stages.export import calibration
 from tests.conftest import recipe_data, save_model, words
 from tests.hub import Hub, served_here
@@ -231,6 +234,35 @@ def test_another_export_of_the_model_replaces_the_files_of_the_first(run: RunFol
     assert set(hub.files[REPO]) == {*found["files"], ".gitattributes", "notes.md"}
 
 
+def test_a_card_of_the_users_own_is_told_before_it_is_replaced(run: RunFolder, hub: Hub) -> None:
+    kvprune.publish(run.path, NAME)
+    hub.commit(REPO, hub.files[REPO] | {"README.md": b"the user's own"})
+    drafts = []
+
+    def agreed(draft: dict[str, Any]) -> bool:
+        drafts.append(draft)
+        return False
+
+    assert refused(run, confirm=agreed).endswith("nothing was uploaded")
+    assert drafts[0]["replaced"] == ["README.md"]
+    assert "README.md (replaced) " in render(drafts[0])
+    assert hub.files[REPO]["README.md"] == b"the user's own"
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("org/set", True), ("squad", True), ("json", False), ("/home/me/data", False), ("./mine", False), ("here", False)],
+)
+def test_only_data_sets_of_the_hub_are_told(
+    path: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    output = {"configs": {"sums": {"dataset_path": path, "dataset_name": None, "test_split": "test"}}}
+    found = _dataset(output, "sums", "acc")
+    assert found == ({"dataset": path, "config": None, "split": "test"} if told else {})
+
+
 @pytest.mark.parametrize("files", [{}, {".gitattributes": b""}])
 def test_an_empty_repository_is_filled(run: RunFolder, hub: Hub, files: dict[str, bytes]) -> None:
     hub.files[REPO] = files
@@ -244,6 +276,7 @@ def test_an_empty_repository_is_filled(run: RunFolder, hub: Hub, files: dict[str
         ({"config.json": b"{}", "a.bin": b""}, "holds other files (a.bin first) and no kvprune.json; use another name"),
         ({"kvprune.json": b'{"model": {"title": "gpt2"}}'}, "holds a slim gpt2, and this is a slim dense; use another"),
         ({"kvprune.json": b"[]"}, "holds a slim None, and this is a slim dense; use another name"),
+        ({"kvprune.json": b'{"model": {"title": "dense"}}'}, "a slim dense made from other files or another commit of"),
     ],
 )
 def test_a_repository_of_something_else_is_left_alone(
@@ -255,6 +288,7 @@ def test_a_repository_of_something_else_is_left_alone(
 
 
 def test_without_a_token_the_way_to_one_is_told(run: RunFolder, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "_check_digests", lambda draft: pytest.fail("reads every byte"))
     monkeypatch.delenv("HF_TOKEN")
     assert refused(run) == "publish: no token of the Hub: set HF_TOKEN, or log in with: hf auth login"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")

@@ -183,6 +183,34 @@ def test_what_is_elsewhere_can_be_named(run: RunFolder, tmp_path: Path, monkeypa
         assert refused(overrides=[other]).startswith(f"--set {other}: kvprune reproduce runs the recipe as it is; ")
 
 
+def test_only_where_local_texts_are_changes(tmp_path: Path) -> None:
+    Path("rows.jsonl").write_text("".join(f'{{"words": "{words(60)}"}}\n' for _ in range(9)), encoding="utf-8")
+    text = [{"source": "text.txt", "weight": 2.0}, {"source": "builtin"}, {"source": "rows.jsonl", "field": "words"}]
+    data = recipe_data(Path("dense"), Path("text.txt"))
+    data["calibrate"] |= {"text": text}
+    kvprune.calibrate(make_recipe(data), "run")
+    kvprune.plan("run")
+    kvprune.export("run")
+    Path("there").mkdir()
+    for name in ("text.txt", "rows.jsonl"):
+        Path(name).rename(Path("there", name))
+    said = refused()
+    assert said.endswith("say where it is: --set 'calibrate.text=[PATH of text.txt, PATH of rows.jsonl]'")
+    assert "a path for each of these texts, in their order: text.txt, rows.jsonl" in refused(
+        overrides=["calibrate.text=there/text.txt"]
+    )
+    both = "calibrate.text=[there/text.txt, there/rows.jsonl]"
+    assert kvprune.reproduce("run/model", overrides=[both])["identical"] is True
+
+
+def test_own_samples_are_compared_before_they_are_counted() -> None:
+    run = exported("own samples")
+    change(run, calibration=read_json(run.model / "kvprune.json")["calibration"] | {"tokens": "0" * 64})
+    assert "calibrate.text gives other tokens here than were counted" in refused("run/model", "again")
+    assert Path("again/self_samples.json").is_file()
+    assert not Path("again/stats.safetensors").exists()
+
+
 def test_another_text_is_told_before_anything_is_counted(run: RunFolder) -> None:
     Path("text.txt").write_text(words(400)[::-1], encoding="utf-8")
     assert "run/model: calibrate.text gives other tokens here than were counted" in refused("run/model", "again")
@@ -241,3 +269,5 @@ def test_a_published_model_is_made_again_from_the_very_commit_of_its_base(
 def test_what_is_not_on_the_hub_is_one_line(hub: Hub) -> None:
     assert refused("org/other").startswith("model: org/other is not on the Hub, or private")
     assert refused("org/base").startswith("org/base: holds no kvprune.json: ")
+    assert hub.downloads == []
+    assert refused("./nothing").startswith("model: ./nothing: no such file or folder, and not a Hub name")

@@ -177,18 +177,57 @@ def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "two" / "stats").samefile(tmp_path / "one")
 
 
-def test_a_failed_run_is_told_and_the_rest_goes_on(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_killed_process_left_is_no_way_into_another_runs_file(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"counts")
+    (tmp_path / "other").write_bytes(b"other counts")
+    os.link(tmp_path / "one", tmp_path / f".two.{os.getpid()}.tmp")
+    sweeping._put(tmp_path / "other", tmp_path / "two")
+    assert (tmp_path / "one").read_bytes() == b"counts"
+    assert (tmp_path / "two").samefile(tmp_path / "other")
+
+
+def test_looking_for_a_calibration_reads_no_statistics(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = str(tmp_path / "runs")
-    assert main(["sweep", str(recipe), "-o", runs, "--set", "plan.budget.params=1,30K,28K"]) == 1
+    kvprune.run(recipe, tmp_path / "run")
+    monkeypatch.setattr("kvprune.staleness.digest", lambda path: pytest.fail(f"reads {path}"))
+    place = RunFolder(tmp_path / "run")
+    assert sweeping._calibrated(place, load_recipe(place.recipe))
+    assert not sweeping._calibrated(place, load_recipe(recipe, ["calibrate.skip_first=2"]))
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (KvpruneError("plan: cannot\nbe"), "plan: cannot; be"),
+        (RuntimeError("CUDA error"), "RuntimeError: CUDA error"),
+        (OSError(28, "No space left"), "OSError: [Errno 28] No space left"),
+    ],
+)
+def test_a_failed_run_is_told_and_the_rest_goes_on(
+    failure: Exception,
+    told: str,
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, runs = pipeline.run, str(tmp_path / "runs")
+
+    def failing(recipe: Any, *args: Any, **kwargs: Any) -> Any:
+        if recipe.plan.budget.params == 29_000:
+            raise failure
+        return real(recipe, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "run", failing)
+    assert main(["sweep", str(recipe), "-o", runs, "--set", "plan.budget.params=29K,30K,28K"]) == 1
     out, err = capsys.readouterr()
     failed = next(line for line in err.splitlines() if "failed" in line)
-    assert failed.startswith("sweep: params=1 failed: plan.budget.params")
+    assert failed == f"sweep: params=29K failed: {told}"
     rows = [line.split() for line in out.splitlines()]
     assert [row[-1] for row in rows[1:4]] == ["failed", "done", "done"]
     assert rows[1][2:-1] == ["-"] * 3
-    assert out.splitlines()[4].startswith("params=1: plan.budget.params")
+    assert out.splitlines()[4] == f"params=29K: {told}"
     assert out.splitlines()[-1] == f"next: kvprune compare '{runs}/params=30K' '{runs}/params=28K'".replace("'", "")
     assert "Traceback" not in err
 
@@ -209,6 +248,10 @@ def test_all_recipes_are_checked_before_anything_is_run(recipe: Path, tmp_path: 
         kvprune.sweep(recipe, runs, ["plan.budget.keep=0.5,0.50"])
     with pytest.raises(KvpruneError, match=r"text=nothing\.txt: calibrate\.text"):
         kvprune.sweep(recipe, runs, ["calibrate.text=builtin,nothing.txt"])
+    with pytest.raises(KvpruneError, match=r"^params=1,score=wanda and 1 more: plan\.budget\.params: .*$"):
+        kvprune.sweep(recipe, runs, ["plan.budget.params=1,30K", "plan.score=wanda,random"])
+    with pytest.raises(KvpruneError, match=r"^model: \./nowhere/nothing"):
+        kvprune.sweep(recipe, runs, ["model=./nowhere/nothing", KEEP], dry_run=True)
     assert not runs.exists()
 
 

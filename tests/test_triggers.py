@@ -61,8 +61,8 @@ def tokens() -> Tensor:
 def collected(folder: Path, ids: Tensor, batch: int = 3, *, walk: bool = True, k: int = K) -> dict[str, Top]:
     dense = open_dense(str(folder))
     setup = Setup("cpu", getattr(torch, dense.run_dtype("auto", "cpu")), batch)
-    walker = dense.walker(setup, ids.shape[1]) if walk else None
-    return collect_tops(dense, walker, ids, setup, skip_first=SKIP, k=k)
+    source = dense.walker(setup, ids.shape[1]) if walk else dense.load("auto", "cpu")
+    return collect_tops(source, dense.layout, ids, skip_first=SKIP, batch_size=batch, k=k)
 
 
 def all_coefficients(model: Any, ffns: Sequence[Ffn], batch: int) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from kvprune.artifacts import Plan
 from kvprune.ffn.experts import Seen
 from kvprune.ffn.layout import Layout
 from kvprune.progress import progress
-from kvprune.reading.lens import batches_with, each_pass, gates_at, rows_at
-from kvprune.reading.values import Values, token_text
+from kvprune.reading.passes import batches_with, each_pass, rows_at, scale_at
+from kvprune.reading.triggers import AROUND, split_text
+from kvprune.reading.values import Values
 
 WORST = 50  # tokens that are told of
 SLOTS = 5  # removed slots that are told of at each
-AROUND = 24  # tokens of context on each side
 
 
 def forgets(
@@ -116,7 +116,7 @@ def blame(
         if not len(slots) or not len(rows):
             return
         a = seen.h[rows][:, slots].float()
-        c = a.abs() * values.length[slots] * gates_at(seen, rows)[:, None]
+        c = a.abs() * values.length[slots] * scale_at(seen, rows, values)[:, None]
         loudest, which = c.topk(min(count, len(slots)), dim=1)
         some = zip(loudest.tolist(), a.gather(1, which).tolist(), slots[which].tolist(), strict=True)
         for place, (contributions, coefficients, ids) in zip(mine.tolist(), some, strict=True):
@@ -140,10 +140,7 @@ def blame(
 
 def in_context(sequence: Tensor, position: int, tokenizer: Any) -> dict[str, str]:
     """The token at `position` of a sequence `[length]`, and the text on both sides of it."""
-    ids = sequence.tolist()
-    before, after = ids[max(0, position - AROUND) : position], ids[position + 1 : position + 1 + AROUND]
-    return {
-        "before": tokenizer.decode(before),
-        "token": token_text(tokenizer, ids[position]),
-        "after": tokenizer.decode(after),
-    }
+    start = max(0, position - AROUND)
+    ids = sequence[start : position + 1 + AROUND].tolist()
+    before, token, after = split_text(ids, position - start, position - start + 1, tokenizer)
+    return {"before": before, "token": token, "after": after}

@@ -6,28 +6,23 @@ writes (Geva et al. 2021, arXiv:2012.14913, sections 4 and 5), and how often a s
 followed its key's strongest trigger.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvprune.ffn.experts import Seen
-from kvprune.ffn.fields import trunk
-from kvprune.ffn.layout import Ffn, Layout
-from kvprune.ffn.walk import Walker
-from kvprune.ffn.watching import watched
+from kvprune.ffn.layout import Layout
 from kvprune.progress import progress
-from kvprune.reading.values import Unembedding, Values, all_values, each_values, folded, open_values, probe
+from kvprune.reading.passes import batches_with, count_passes, each_pass, rows_at, scale_at
+from kvprune.reading.slots import spaced
+from kvprune.reading.values import Unembedding, Values, each_values, folded
 
 POSITIONS = 512
 NOTHING = -1  # in place of a token where no slot wrote anything
-
-SeeAt = Callable[[int, Seen, Values], None]  # the number of the batch, and what an FFN shows there
-AfterAt = Callable[[int, int, Tensor], None]  # batch, layer, and the residual stream after it [tokens, hidden]
 
 
 @dataclass(frozen=True)
@@ -103,26 +98,12 @@ def view_layers(
         mine.residual = states[mine.at]
 
     passes = each_pass(source, layout, batches, see, after)
-    rounds = len(batches) * (len(layout.layers) if isinstance(source, Walker) else 1)
-    for _ in progress(passes, total=rounds, label="layers", unit="batches"):
+    for _ in progress(passes, total=count_passes(source, layout, batches), label="layers", unit="batches"):
         for index, batch in sorted(listeners):
             views[index].append(listeners.pop((index, batch)).view(unembedding))
     return [
         View(*(torch.cat([getattr(view, field.name) for view in some]) for field in fields(View))) for some in views
     ]
-
-
-def batches_with(tokens: Tensor, places: Tensor, batch_size: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The sequences of `tokens` `[sequences, length]` that hold any of `places` (sorted, among flattened tokens).
-
-    In batches, each with its places among its own flattened tokens.
-    """
-    length = tokens.shape[1]
-    used, sequence = (places // length).unique(return_inverse=True)  # type: ignore[no-untyped-call]
-    at = sequence * length + places % length
-    batches = torch.split(tokens[used], batch_size)
-    size = batch_size * length
-    return batches, [at[at // size == number] % size for number in range(len(batches))]
 
 
 class _Listener:
@@ -138,13 +119,13 @@ class _Listener:
     def hear(self, seen: Seen, values: Values) -> None:
         """Add what an FFN, or an expert, writes."""
         mine, rows = rows_at(seen, self.at)
-        coefficients, gates = seen.h[rows].float(), gates_at(seen, rows)
-        c, slot = (coefficients.abs() * values.length * gates[:, None]).max(1)
+        coefficients, scale = seen.h[rows].float(), scale_at(seen, rows, values)
+        c, slot = (coefficients.abs() * values.length * scale[:, None]).max(1)
         louder = c > self.loudest[mine]
         which, slot, signs = mine[louder], slot[louder], coefficients.gather(1, slot[:, None])[louder].sign()
         self.loudest[which] = c[louder]
         self.said[which] = folded(values.rows[slot], values.gain) * signs
-        self.written[mine] += folded(seen.y[rows], values.gain) * gates[:, None]
+        self.written[mine] += folded(seen.y[rows], values.gain) * scale[:, None]
 
     def view(self, unembedding: Unembedding) -> View:
         """What was heard, read as tokens."""
@@ -153,81 +134,6 @@ class _Listener:
             for directions in (self.said, self.written)
         ]
         return View(self.residual, *tops)
-
-
-def rows_at(seen: Seen, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of the places `at` (sorted, in the batch) reach an FFN, as indices of `at`; and their rows in `seen`."""
-    if seen.tokens is None:
-        return torch.arange(len(at), device=at.device), at
-    row = torch.searchsorted(seen.tokens, at).clamp(max=len(seen.tokens) - 1)
-    there = seen.tokens[row] == at
-    return there.nonzero().flatten(), row[there]
-
-
-def gates_at(seen: Seen, rows: Tensor) -> Tensor:
-    """The router's weights `[rows]` in float32; 1 where there is no router, or it has weighed the inputs."""
-    return torch.ones(len(rows), device=rows.device) if seen.gates is None else seen.gates[rows].float()
-
-
-def each_pass(
-    source: Any, layout: Layout, batches: Sequence[Tensor], see: SeeAt, after: AfterAt | None = None
-) -> Iterator[None]:
-    """Run all layers over `batches` `[sequences, length]` of tokens: layer by layer a Walker, else a loaded model.
-
-    Yields now and then, when no layer is being run.
-    """
-    return (_walk if isinstance(source, Walker) else _forwards)(source, layout, batches, see, after or _ignore)
-
-
-def _ignore(_batch: int, _index: int, _states: Tensor) -> None:
-    pass
-
-
-def _forwards(model: Any, layout: Layout, batches: Sequence[Tensor], see: SeeAt, after: AfterAt) -> Iterator[None]:
-    values = all_values(model, layout)
-    for number, batch in enumerate(batches):
-        with (
-            watched(model, layout.ffns, partial(_show, see, number, values)),
-            _outputs(model, layout.layers, partial(after, number)),
-        ):
-            trunk(model)[1](input_ids=batch.to(model.device), use_cache=False)
-        yield
-
-
-def _walk(walker: Walker, layout: Layout, batches: Sequence[Tensor], see: SeeAt, after: AfterAt) -> Iterator[None]:
-    states = [walker.record(batch)[0] for batch in batches]
-    calls = {len(batch): walker.record(batch)[1] for batch in batches}
-    hidden, own = walker.record(probe(walker.device))
-    for index in range(len(walker.layers)):
-        ffns = [layout.ffns[at] for at in layout.in_layer(index)]
-        with walker.filled(index) as layer:
-            values = open_values(walker.model, ffns, partial(own[index].run, layer, hidden))
-            for number, before in enumerate(states):
-                with watched(walker.model, ffns, partial(_show, see, number, values)):
-                    states[number] = calls[len(before)][index].run(layer, before)
-                after(number, index, states[number].flatten(0, -2))
-                yield
-
-
-def _show(see: SeeAt, batch: int, values: Mapping[str, Values], ffn: Ffn, seen: Seen) -> None:
-    see(batch, seen, values[ffn.name])
-
-
-@contextmanager
-def _outputs(model: Any, layers: Sequence[str], after: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Hand each layer's output `[tokens, hidden]` to `after`."""
-
-    def hook(index: int, _module: nn.Module, _args: Any, out: Any) -> None:
-        after(index, (out[0] if isinstance(out, tuple) else out).flatten(0, -2))
-
-    handles = [
-        model.get_submodule(layer).register_forward_hook(partial(hook, index)) for index, layer in enumerate(layers)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.inference_mode()
@@ -269,6 +175,7 @@ def next_pairs(
     Both are tokens, int64 `[slots]`; `tops` and `signs` as of `lens`. A negative coefficient writes the value reversed.
     """
     flat, length = tokens.flatten(), tokens.shape[1]
+    counts = Counter(ffn.layer for ffn in layout.ffns)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layout.layers}
     every = each_values(source, layout) if tops else ()
     for values in progress(every, total=len(layout.ffns), label="keys and values", unit="FFNs"):
@@ -276,7 +183,8 @@ def next_pairs(
         if ffn.name not in tops or ffn.hidden != unembedding.hidden:
             continue
         place = tops[ffn.name].cpu()
-        slots = ((place >= 0) & (place % length != length - 1)).nonzero().flatten()
+        some = torch.tensor(spaced(ffn.width, counts[ffn.layer]))
+        slots = some[(place[some] >= 0) & (place[some] % length != length - 1)]
         if len(slots):
             directions = folded(values.rows[slots.to(values.rows.device)], values.gain)
             if ffn.name in signs:

@@ -37,11 +37,9 @@ function drawFiring() {
   const box = table(caption, [["FFN", name], ...firingColumns(ffns)], ffns);
   $("firing-table").append(box);
   $("ranked").hidden = !select.options.length;
-  const draw = () => [ranks(ffns, points, Number(select.value))];
-  const again = select.options.length ? drawn($("firing-plot"), draw) : () => {};
   const choose = (at) => {
     select.value = at;
-    again();
+    markLine(points[at], at);
     mark(box.querySelectorAll("tbody tr"), (row) => row.sectionRowIndex === at);
     drawRates(ffns[at]);
   };
@@ -67,19 +65,13 @@ function firingColumns(ffns) {
   ];
 }
 
-/** The log–log plot: the chosen layer before all others. */
-function ranks(ffns, points, at) {
-  const [all, own] = [points.flat(), points[at]];
-  const least = all.reduce((low, [, rate]) => Math.min(low, rate), 0.1);
-  const most = all.reduce((high, [rank]) => Math.max(high, rank), 10);
-  const told = [own[0], own[Math.floor(own.length / 2)], own.at(-1)];
-  const label = told.map(([rank, rate]) => `rank ${whole(rank)} fires on ${share(rate)} of the tokens`);
-  return plot($("firing-plot"), {
-    x: { log: true, min: 1, max: most, title: "rank", text: whole },
-    y: { log: true, min: 10 ** Math.floor(Math.log10(least)), max: 1, text: shortShare },
-    lines: [...points.map((each) => ({ points: each, kind: "faint" })), { points: own, kind: "one", dots: true }],
-    label: `Firing rate against rank in ${ffns[at].name}: ${label.join(", ")}`,
-  });
+/** Marks the line of a layer in the plot, and tells of it. */
+function markLine(points, at) {
+  const chosen = $(`ranks-layer-${at}`);
+  for (const line of $("firing-plot").querySelectorAll("g[id]")) line.classList.toggle("chosen", line === chosen);
+  const some = new Set([points[0], points[Math.floor(points.length / 2)], points.at(-1)].filter(given));
+  const words = [...some].map(([rank, rate]) => `rank ${whole(rank)} fires on ${share(rate)} of the tokens`);
+  $("told").textContent = words.length ? `Chosen: ${words.join(", ")}.` : "";
 }
 
 /** How many slots of an FFN fire how often. */
@@ -283,40 +275,20 @@ function drawValues() {
   $("values-table").append(table("Coherence of values, and of random directions (the null)", columns, rows));
 }
 
-const LENS = [
-  { field: "slot_top", name: "Loudest slot", kind: "one" },
-  { field: "ffn_top", name: "FFN", kind: "two" },
-  { field: "residual_top", name: "Residual stream", kind: "three" },
-];
-
 function drawLens() {
   const rows = list(data.lens);
   if (!rows.length) return;
   open("lens");
-  const values = (field) => rows.map((row, layer) => [layer, row[field]]).filter(([, value]) => known(value));
-  const lines = LENS.map((line) => ({ ...line, points: values(line.field) })).filter(({ points }) => points.length);
-  $("lens-plot").hidden = !lines.length;
-  if (lines.length) drawn($("lens-plot"), () => lensPlot(lines, rows.length));
   const columns = [
     ["Layer", (row) => named(row.name)],
-    ...LENS.map(({ field, name }) => [name, (row) => share(row[field])]),
+    ["Loudest slot", (row) => share(row.slot_top)],
+    ["FFN", (row) => share(row.ffn_top)],
+    ["Residual stream", (row) => share(row.residual_top)],
     ["KL to the end, nats", (row) => figure(row.kl)],
     ["Value names the token after its trigger", (row) => share(row.key_next)],
     ["By chance", (row) => share(row.chance)],
   ];
   $("lens-table").append(table("Agreement with the final prediction", columns, rows));
-}
-
-function lensPlot(lines, layers) {
-  const ends = lines.map(({ name, points }) => `${name} from ${share(points[0][1])} to ${share(points.at(-1)[1])}`);
-  const sample = (kind) => make("svg", { viewBox: "0 0 32 8" }, make("polyline", { class: kind, points: "0,4 32,4" }));
-  const svg = plot($("lens-plot"), {
-    x: { min: 0, max: Math.max(layers - 1, 1), title: "layer", text: whole },
-    y: { min: 0, max: 1, steps: [0.25], text: shortShare },
-    lines,
-    label: `Agreement with the final prediction over the layers: ${ends.join(", ")}`,
-  });
-  return [make("ul", { class: "key" }, lines.map(({ name, kind }) => make("li", {}, sample(kind), name))), svg];
 }
 
 function drawRemoved() {

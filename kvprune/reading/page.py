@@ -1,8 +1,7 @@
 """One HTML file that shows what `kvprune inspect` found: searchable, and complete without a network.
 
-The page is `page.html` with `page.css`, `page_parts.js`, `page.js` and the data put in. Its content security policy has
-the hashes of that one style and that one script, so nothing else in the file can run, whatever text the data holds. The
-data lie in a JSON block in which no `<` is left; the script puts all text in as text, never as markup.
+The page is `page.html` within the frame of all pages (kvprune.pages), with the data put in as JSON and the plots drawn.
+The script puts all text of the data in as text, never as markup.
 
 Every part of the data may be missing or empty: its section is then left out. What pruning removed is read as
 
@@ -12,64 +11,45 @@ Every part of the data may be missing or empty: its section is then left out. Wh
                             "slots": [{"id", or "ffn" and "slot", "contribution"}]}]}
 """
 
-import base64
-import hashlib
-import html
-import json
-import math
-import re
-from importlib import resources
-from string import Template
+from collections.abc import Sequence
 from typing import Any
 
-MARK = '<meta name="generator" content="kvprune">'  # by which a page is known
-UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")  # in JSON inside HTML inside UTF-8
+from kvprune.pages.frame import Kind, embedded, render
+from kvprune.pages.plots import Axis, Line, Plot, firing_plot, sample, svg
+from kvprune.pages.words import known, share, short_share
+
+KIND = Kind("kvprune.reading", "page.html", "page.css", ("page_parts.js", "page.js"))
+# What a layer is read from: a field of its row, a name, and the kind of its line.
+LENS = (("slot_top", "Loudest slot", "one"), ("ffn_top", "FFN", "two"), ("residual_top", "Residual stream", "three"))
 
 
 def page(data: dict[str, Any]) -> str:
     """The whole HTML file for the data of an inspection; equal data give equal bytes."""
-    style, script = _part("page.css"), _part("page_parts.js") + _part("page.js")
-    return Template(_part("page.html")).substitute(
-        policy=_policy(style, script), title=_title(data), style=style, data=embedded(data), script=script
-    )
-
-
-def embedded(data: Any) -> str:
-    """Data as JSON that can stand in a `<script>` element of a UTF-8 file; numbers that JSON lacks become null."""
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _part(name: str) -> str:
-    """A file that lies beside this module."""
-    return resources.files("kvprune.reading").joinpath(name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str) -> str:
-    """A content security policy under which just this style and this script work, and nothing is fetched."""
-    return (
-        f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _source(text: str) -> str:
-    """How a policy names an inline style or script: by the hash of its text."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _title(data: dict[str, Any]) -> str:
-    """The text of `<title>`, escaped."""
     title = (data.get("model") or {}).get("title") or "model"
-    return html.escape(f"{title} · kvprune inspect".encode(errors="replace").decode())
+    return render(
+        KIND,
+        title=f"{title} · kvprune inspect",
+        data=embedded(data),
+        plots={"firing": svg(_firing(data.get("firing") or ())), "lens": svg(_lens(data.get("lens") or ()))},
+        lens=[{"name": name, "sample": sample(kind)} for _, name, kind in LENS],
+    )
 
 
-def _finite(value: Any) -> Any:
-    """The same data with null for infinities and NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _firing(ffns: Sequence[dict[str, Any]]) -> Plot:
+    """Firing rate against rank, a line for each FFN; the script marks the chosen one."""
+    curves = [(str(ffn.get("name")), ffn.get("ranked") or ()) for ffn in ffns]
+    return firing_plot("ranks", "Firing rate against rank", curves, {})
+
+
+def _lens(rows: Sequence[dict[str, Any]]) -> Plot:
+    """How often the final prediction can be read in each layer."""
+    lines = []
+    for key, name, kind in LENS:
+        points = [(layer, row[key]) for layer, row in enumerate(rows) if known(row.get(key))]
+        ends = f" from {share(points[0][1])} to {share(points[-1][1])}" if points else ""
+        lines.append(Line(key, f"{name}{ends}", points, kind))
+    told = ", ".join(line.told for line in lines if line.points)
+    x = Axis("layer", whole=True)
+    return Plot(
+        "agreement", "Agreement with the final prediction", told, x, Axis("agrees", short_share, low=0, high=1), lines
+    )

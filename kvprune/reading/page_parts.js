@@ -1,7 +1,6 @@
-// What the sections of the page are made of: elements, numbers, text, tables, plots. page.js follows in the same module.
+// What the sections of the page are made of: elements, numbers, text, tables. page.js follows in the same module.
 
 const SHOWN = 100; // entries of a long list that are put in at a time
-const SVG = ["svg", "polyline", "line", "circle", "text", "title"];
 
 const $ = (id) => document.getElementById(id);
 const list = (value) => (Array.isArray(value) ? value : []);
@@ -10,8 +9,7 @@ const given = (value) => value !== null && value !== undefined;
 
 /** An element with attributes and children; strings become text, never markup. */
 function make(tag, attributes = {}, ...children) {
-  const svg = SVG.includes(tag);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) if (given(value)) node.setAttribute(name, value);
   node.append(...children.flat().filter(given));
   return node;
@@ -53,9 +51,6 @@ function share(value) {
   if (percent < 1e-3) return `${percent.toExponential(0).replaceAll("-", "−")}%`;
   return `${percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2)}%`;
 }
-
-/** A share as short as it can be: for axes, whose marks are round. */
-const shortShare = (value) => share(value).replace(/\.(\d*?)0+%$/, ".$1%").replace(".%", "%");
 
 // --- text of a model: nothing in it is invisible, nothing in it is markup --------------------------------------------
 
@@ -136,61 +131,4 @@ function longList(box, title, items, draw) {
   const [entries, button] = [make("ul", { class: "triggers" }), make("button", { type: "button", class: "more" })];
   box.append(make("h3", {}, title), entries, button);
   paged(entries, items, draw, button);
-}
-
-// --- plots -----------------------------------------------------------------------------------------------------------
-
-/** Where an axis has marks: at powers of ten, or at round steps. */
-function ticks(axis, most) {
-  const [from, to] = axis.log ? [axis.min, axis.max].map(Math.log10) : [axis.min, axis.max];
-  const first = Math.ceil(from - 1e-9);
-  const steps = axis.steps ?? [1, 2, 5, 10, 20, 50, 100, 200, 500];
-  const step = steps.find((each) => (to - first) / each <= most) ?? to - first;
-  const count = Math.floor((to - first) / step + 1e-9) + 1;
-  return Array.from({ length: count }, (_, at) => (axis.log ? 10 ** (first + at * step) : first + at * step));
-}
-
-/** How far along an axis a value lies, from 0 to 1. */
-function along(axis, value) {
-  const [at, from, to] = [value, axis.min, axis.max].map((each) => (axis.log ? Math.log10(each) : each));
-  return (at - from) / (to - from);
-}
-
-/** A plot as wide as its box; lines are {points, kind, dots}, axes {log, min, max, steps, title, text}. */
-function plot(box, { x, y, lines, label }) {
-  const [wide, high] = [Math.max(240, Math.min(box.clientWidth, 760)), 300];
-  const [left, right, top, bottom] = [52, wide - 16, 12, high - 44];
-  const across = (value) => left + along(x, value) * (right - left);
-  const down = (value) => bottom - along(y, value) * (bottom - top);
-  const svg = make("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, role: "img", "aria-label": label });
-  for (const value of ticks(y, 7)) {
-    svg.append(make("line", { class: "grid", x1: left, x2: right, y1: down(value), y2: down(value) }));
-    svg.append(make("text", { x: left - 6, y: down(value) + 4, "text-anchor": "end" }, y.text(value)));
-  }
-  for (const value of ticks(x, wide / 60)) {
-    svg.append(make("line", { class: "grid", x1: across(value), x2: across(value), y1: top, y2: bottom }));
-    svg.append(make("text", { x: across(value), y: bottom + 17, "text-anchor": "middle" }, x.text(value)));
-  }
-  svg.append(make("text", { x: (left + right) / 2, y: high - 6, "text-anchor": "middle" }, x.title));
-  for (const { points, kind, dots } of lines) {
-    const path = points.map(([a, b]) => `${across(a).toFixed(1)},${down(b).toFixed(1)}`).join(" ");
-    svg.append(make("polyline", { class: kind, points: path }));
-    const told = ([a, b]) => make("title", {}, `${x.title} ${x.text(a)}: ${y.text(b)}`);
-    const dot = (point) => make("circle", { cx: across(point[0]), cy: down(point[1]), r: 3, class: kind }, told(point));
-    if (dots || points.length === 1) svg.append(...points.map(dot));
-  }
-  return svg;
-}
-
-/** Draws now, and again whenever the width of the box changes; gives back how to draw anew. */
-function drawn(box, draw) {
-  let width = box.clientWidth;
-  const again = () => box.replaceChildren(...draw());
-  new ResizeObserver(() => {
-    if (box.clientWidth === width) return;
-    width = box.clientWidth;
-    again();
-  }).observe(box);
-  again();
-  return again;
 }

@@ -19,8 +19,9 @@ from kvprune.reading.lens import lens
 from kvprune.reading.slots import Choice, Names, Slot, chosen, names_of
 from kvprune.reading.triggers import Text, Top, collect_tops, contexts, make_text, shared
 from kvprune.reading.values import Unembedding, open_unembedding, walked_unembedding
-from kvprune.reading.words import read_all
+from kvprune.reading.words import Words, read_all
 from kvprune.schema import Calibrate, PlanSection
+from kvprune.sources.models import naming_memory
 from kvprune.sources.origins import Origins, origins
 
 SECTIONS = ("firing", "triggers", "values", "layers")
@@ -71,7 +72,7 @@ class Findings:
     gone: Mapping[str, set[int]] | None
     tops: Mapping[str, Top]
     text: Text | None
-    words: Mapping[Slot, dict[str, Any]]  # what values promote, of those that were asked for
+    words: Words  # what values promote, of those that were asked for
 
     def card(self, slot: Slot) -> dict[str, Any]:
         """All that is known of a slot, as plain data."""
@@ -80,13 +81,15 @@ class Findings:
             "id": self.names.id_of(slot),
             "ffn": name,
             "slot": index,
+            "expert": self.names.experts.get(name),
             "rate": float(self.rates[name][index]),
             "removed": None if self.gone is None else index in self.gone.get(name, ()),
         }
-        if self.text is not None and name in self.tops:
-            top = self.tops[name]
-            card |= {"triggers": contexts(top, index, self.text), "shared": shared(top, index, self.text)}
-        return card | self.words.get(slot, {})
+        if self.text is not None:
+            top = self.tops.get(name)  # none of an expert that no token reached
+            card["triggers"] = [] if top is None else contexts(top, index, self.text)
+            card["shared"] = None if top is None else shared(top, index, self.text)
+        return card | self.words.of(slot)
 
     def every_card(self) -> Iterator[dict[str, Any]]:
         """The cards of all slots, in order."""
@@ -110,21 +113,20 @@ def report(subject: Subject, asked: Asked, held_out: HeldOut | None = None) -> t
     layout, names = subject.dense.layout, names_of(subject.dense.layout)
     slots = list(asked.slots)
     sections = set(asked.sections)
+    batch_size, skip_first = subject.setup.batch_size, subject.section.skip_first
+    text = _text(subject) if "triggers" in sections and (slots or asked.every_slot or held_out) else None
+    source, unembedding = _opened(subject, sections) if held_out or sections - {"firing"} else (None, None)
     data: dict[str, Any] = {}
     if "firing" in sections:
         data["firing"] = firing(subject.stats, layout.as_data())
     tops = {}
     if sections & {"triggers", "layers"}:
-        tops = collect_tops(
-            subject.dense, subject.walker, subject.tokens, subject.setup, skip_first=subject.section.skip_first
-        )
-    source, unembedding = None, None
-    if held_out is not None or sections & {"values", "layers"}:
-        source, unembedding = _opened(subject, sections)
+        with naming_memory(batch_size):
+            tops = collect_tops(source, layout, subject.tokens, skip_first=skip_first, batch_size=batch_size)
     if held_out is not None:
         data["removed"] = _removed(subject, source, names, held_out)
         slots = list(dict.fromkeys(slots + data["removed"].pop("chosen")))
-    words: dict[Slot, dict[str, Any]] = {}
+    words = Words(subject.tokenizer)
     if unembedding is not None and "values" in sections:
         some = None if asked.every_slot else slots
         data["coherence"], words = read_all(source, layout, unembedding, subject.tokenizer, some)
@@ -136,15 +138,16 @@ def report(subject: Subject, asked: Asked, held_out: HeldOut | None = None) -> t
             unembedding,
             tops={name: top.place[:, 0] for name, top in tops.items()},
             signs={name: top.value[:, 0] for name, top in tops.items()},
-            skip_first=subject.section.skip_first,
-            batch_size=subject.setup.batch_size,
+            skip_first=skip_first,
+            batch_size=batch_size,
         )
+    subject.dense.check_unchanged()
     findings = Findings(
         names,
         {ffn.name: fire_rate(item, THRESHOLD) for ffn, item in zip(layout.ffns, subject.stats, strict=True)},
         None if subject.gone is None else {name: set(slots) for name, slots in subject.gone.items()},
         tops,
-        _text(subject) if "triggers" in sections and (slots or asked.every_slot) else None,
+        text,
         words,
     )
     return data | {"slots": [findings.card(slot) for slot in slots]}, findings

@@ -5,7 +5,7 @@ have their name too: LAYER/NAME:INDEX.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.layout import Layout
 
 Slot = tuple[str, int]  # the name of an FFN and an index
+READ_SLOTS = 4096  # of all FFNs of a layer, where reading every one would take too long
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Names:
     """How the FFNs of a layout are called, in ids of slots."""
 
     layout: Layout
-    labels: dict[str, str] = field(default_factory=dict)  # by names of FFNs
+    labels: Mapping[str, str]  # by names of FFNs
+    experts: Mapping[str, int]  # their numbers
 
     def id_of(self, slot: Slot) -> str:
         name, index = slot
@@ -66,7 +68,8 @@ def names_of(layout: Layout) -> Names:
             else:
                 stack = "" if len(stacks) == 1 else f"/{within.rpartition('.')[0]}"
                 labels[ffn.name] = f"{number}{stack}.{ffn.expert}"
-    return Names(layout, labels)
+    experts = {ffn.name: ffn.expert for ffn in layout.ffns if ffn.expert is not None}
+    return Names(layout, labels, experts)
 
 
 def chosen(choice: Choice, names: Names, scores: Mapping[str, Tensor]) -> list[Slot]:
@@ -92,3 +95,9 @@ def highest(scores: Mapping[str, Tensor], count: int) -> list[Slot]:
     owners = [(name, slot) for name, score in scores.items() for slot in range(len(score))]
     order = torch.cat(list(scores.values())).argsort(descending=True, stable=True)
     return [owners[at] for at in order[:count].tolist()]
+
+
+def spaced(width: int, ffns: int) -> list[int]:
+    """Those of an FFN's `width` slots that are read where all of READ_SLOTS are shared among `ffns`: evenly spaced."""
+    count = max(1, READ_SLOTS // ffns)
+    return [at * width // count for at in range(count)] if count < width else list(range(width))

@@ -1,23 +1,17 @@
 """What makes a slot respond: the tokens of a text on which its coefficient is largest, and what they have in common."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvprune.dense import Dense
-from kvprune.ffn.experts import See, Seen
-from kvprune.ffn.fields import trunk
-from kvprune.ffn.forwards import empty
-from kvprune.ffn.layout import Ffn
-from kvprune.ffn.walk import Setup, Walker
-from kvprune.ffn.watching import empty_for, watched
-from kvprune.progress import Advance, advancing
-from kvprune.sources.models import naming_memory
+from kvprune.ffn.experts import Seen
+from kvprune.ffn.layout import Layout
+from kvprune.progress import progress
+from kvprune.reading.passes import count_passes, each_pass
+from kvprune.reading.values import Values
 from kvprune.sources.origins import Origins
 
 TOP = 10  # triggers of a slot
@@ -69,79 +63,32 @@ def add_seen(top: Top, h: Tensor, places: Tensor, eligible: Tensor) -> None:
     top.value, top.place = value[first], place[first]
 
 
+@torch.inference_mode()
 def collect_tops(
-    dense: Dense, walker: Walker | None, tokens: Tensor, setup: Setup, *, skip_first: int, k: int = TOP
+    source: Any, layout: Layout, tokens: Tensor, *, skip_first: int, batch_size: int = 8, k: int = TOP
 ) -> dict[str, Top]:
     """The tops of all slots over `tokens` `[sequences, length]`, by names of FFNs, in one run of the model.
 
-    The first `skip_first` tokens of a sequence are no triggers. Without a `walker`, by forwards of the whole model.
-    In memory are the hidden states of all sequences, and of the slots no more than their tops.
+    `source` is a loaded model or a Walker. The first `skip_first` tokens of a sequence are no triggers. An expert that
+    no token reached has no top. In memory are the hidden states of all sequences, and of the slots their tops.
     """
-    layers = 1 if walker is None else len(walker.layers)
-    with (
-        torch.inference_mode(),
-        naming_memory(setup.batch_size),
-        advancing(total=tokens.numel() * layers, label="triggers", unit="token-layers") as advance,
-    ):
-        work = Work(dense, tokens, setup, skip_first, k, advance)
-        tops = _forwards(work) if walker is None else _walk(work, walker)
-    dense.check_unchanged()
-    return {name: Top(top.value.cpu(), top.place.cpu(), top.value_norm.cpu()) for name, top in tops.items()}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a run of the model needs to know."""
-
-    dense: Dense
-    tokens: Tensor
-    setup: Setup
-    skip_first: int
-    k: int
-    advance: Advance
-
-    def batches(self) -> tuple[Tensor, ...]:
-        return torch.split(self.tokens, self.setup.batch_size)
-
-    def see(self, tops: Mapping[str, Top], batch: int) -> See:
-        """What adds a batch's coefficients to `tops`."""
-        length = self.tokens.shape[1]
-        start = batch * self.setup.batch_size * length
-
-        def see(ffn: Ffn, seen: Seen) -> None:
-            within = torch.arange(len(seen.h), device=seen.h.device) if seen.tokens is None else seen.tokens
-            add_seen(tops[ffn.name], seen.h, start + within, within % length >= self.skip_first)
-
-        return see
-
-
-def _walk(work: Work, walker: Walker) -> dict[str, Top]:
-    batches, layout = work.batches(), work.dense.layout
-    calls = {len(batch): walker.record(batch)[1] for batch in (batches[0], batches[-1], work.tokens[:1])}
-    states = [walker.record(batch)[0].cpu() for batch in batches]
+    batches, length = torch.split(tokens, batch_size), tokens.shape[1]
     tops: dict[str, Top] = {}
-    for index in range(len(walker.layers)):
-        ffns = [layout.ffns[at] for at in layout.in_layer(index)]
-        with walker.filled(index) as layer:
-            run = partial(calls[1][index].run, layer, states[0][:1].to(walker.device))
-            norms = empty_for(walker.model, ffns, run) if ffns else {}
-            tops |= {name: empty_top(item.value_norm, work.k) for name, item in norms.items()}
-            for at, batch in enumerate(batches):
-                with watched(walker.model, ffns, work.see(tops, at)):
-                    states[at] = calls[len(batch)][index].run(layer, states[at].to(walker.device)).cpu()
-                work.advance(batch.numel())
-    return tops
 
+    def see(batch: int, seen: Seen, values: Values) -> None:
+        within = torch.arange(len(seen.h), device=seen.h.device) if seen.tokens is None else seen.tokens
+        if values.ffn.name not in tops:
+            tops[values.ffn.name] = empty_top(values.length, k)
+        add_seen(tops[values.ffn.name], seen.h, batch * batch_size * length + within, within % length >= skip_first)
 
-def _forwards(work: Work) -> dict[str, Top]:
-    model = work.dense.load(work.setup.dtype_name, work.setup.device)
-    norms = empty(model, work.dense.layout)
-    tops = {name: empty_top(item.value_norm, work.k) for name, item in norms.items()}
-    for at, batch in enumerate(work.batches()):
-        with watched(model, work.dense.layout.ffns, work.see(tops, at)):
-            trunk(model)[1](input_ids=batch.to(model.device), use_cache=False)
-        work.advance(batch.numel())
-    return tops
+    passes = each_pass(source, layout, batches, see)
+    for _ in progress(passes, total=count_passes(source, layout, batches), label="triggers", unit="batches"):
+        pass
+    return {
+        ffn.name: Top(top.value.cpu(), top.place.cpu(), top.value_norm.cpu())
+        for ffn in layout.ffns
+        if (top := tops.get(ffn.name)) is not None
+    }
 
 
 @dataclass(frozen=True)

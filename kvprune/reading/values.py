@@ -46,7 +46,8 @@ class Unembedding:
     @cached_property
     def centre(self) -> Tensor:
         """The mean of the unembedding over all tokens, `[size]`: what all tokens have in common says nothing of any."""
-        return self.rows.float().mean(0)
+        mean: Tensor = self.rows.mean(0, dtype=torch.float32)
+        return mean
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -291,26 +292,21 @@ def coherence(name: str, found: Tensor, null: Tensor) -> dict[str, Any]:
     }
 
 
-def promoted(directions: Tensor, unembedding: Unembedding, tokenizer: Any, top: int = TOP) -> list[dict[str, Any]]:
-    """What each of `directions` `[n, hidden]` promotes and suppresses, [text, id, logit] each, and its coherence."""
-    return in_words(read_values(directions, unembedding, top), tokenizer)
+def in_words(readings: Readings, row: int, tokenizer: Any, texts: dict[int, str]) -> dict[str, Any]:
+    """A row of `Readings` as plain data: [text, id, logit] of each token. `texts` are those known, and become more."""
 
+    def listed(ids: Tensor, logits: Tensor) -> list[list[Any]]:
+        pairs = list(zip(ids[row].tolist(), logits[row].tolist(), strict=True))
+        for token, _ in pairs:
+            if token not in texts:
+                texts[token] = token_text(tokenizer, token)
+        return [[texts[token], token, logit] for token, logit in pairs]
 
-def in_words(readings: Readings, tokenizer: Any) -> list[dict[str, Any]]:
-    """`Readings` as plain data with the text of tokens."""
-
-    def listed(ids: Tensor, logits: Tensor) -> list[list[list[Any]]]:
-        return [
-            [[token_text(tokenizer, token), token, logit] for token, logit in zip(*slot, strict=True)]
-            for slot in zip(ids.tolist(), logits.tolist(), strict=True)
-        ]
-
-    up = listed(readings.promoted, readings.promoted_logits)
-    down = listed(readings.suppressed, readings.suppressed_logits)
-    return [
-        {"promoted": one, "suppressed": other, "coherence": alike}
-        for one, other, alike in zip(up, down, readings.coherence.tolist(), strict=True)
-    ]
+    return {
+        "promoted": listed(readings.promoted, readings.promoted_logits),
+        "suppressed": listed(readings.suppressed, readings.suppressed_logits),
+        "coherence": float(readings.coherence[row]),
+    }
 
 
 def token_text(tokenizer: Any, token: int) -> str:

@@ -15,7 +15,7 @@ def render(data: dict[str, Any]) -> str:
         rows = [item for item in data["differences"] if item["against"] == against]
         if rows:
             parts += [_differences(against, rows, data["level"]), ""]
-    parts += [*_remarks(data), "", _fronts(data["pareto"])]
+    parts += [*remarks(data), "", _fronts(data["pareto"])]
     return "\n".join(parts)
 
 
@@ -54,7 +54,7 @@ def _differences(against: str, rows: list[dict[str, Any]], level: float) -> str:
     return grid(table)
 
 
-def _remarks(data: dict[str, Any]) -> list[str]:
+def remarks(data: dict[str, Any]) -> list[str]:
     """How the verdicts were found, and what has none."""
     comparisons, method = data["correction"]["comparisons"], data["correction"]["method"]
     lines = []
@@ -64,6 +64,8 @@ def _remarks(data: dict[str, Any]) -> list[str]:
             f"paired by document; a verdict needs the interval at level {level:.2%} to be clear of no difference: "
             f"{data['level']:.0%}, {method}'s correction for {comparisons} comparisons"
         )
+        if by_t := sum(item["by"] == "Student's t" for item in data["differences"]):
+            lines.append(f"for {by_t} of them that interval is Student's t, since resamples do not reach its level")
     paired = {(item["task"], item["metric"]) for item in data["differences"]}
     without = [c["name"] for c in data["columns"] if "metric" in c and (c["task"], c["metric"]) not in paired]
     if without:
@@ -73,6 +75,8 @@ def _remarks(data: dict[str, Any]) -> list[str]:
 
 def _fronts(pareto: dict[str, Any]) -> str:
     quality = f"{pareto['task']}: {pareto['metric'].replace('_', ' ')}"
+    if not pareto["fronts"]:
+        return f"no Pareto fronts: lm-eval does not say what is better in {quality}"
     lines = [f"Pareto fronts of {quality}"]
     lines += [f"  and {cost}: {'; '.join(names) or '-'}" for cost, names in pareto["fronts"].items()]
     return "\n".join(lines)

@@ -1,12 +1,14 @@
 """Dense against slim, metric by metric, with standard errors and paired intervals from the stored samples."""
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from kvprune.artifacts import RunFolder, read_json, result_file, samples_file
 from kvprune.card import Figure
 from kvprune.results.pairs import Scored, apart, first_other, read_samples, scored
+from kvprune.sources.models import HUB_NAME
 from kvprune.stages.evaluate import lm_eval_name
 
 FORMATS = ("json", "csv", "parquet", "text", "arrow")  # loaders of local files, which are no data sets of the Hub
@@ -88,7 +90,9 @@ def _dataset(output: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
     """The data set of the Hub that a task is made from."""
     config = output.get("configs", {}).get(_parts(task, metric)[0], {})
     path = config.get("dataset_path")
-    if not isinstance(path, str) or not path or path in FORMATS:
+    if not isinstance(path, str) or path in FORMATS or path.startswith(".") or HUB_NAME.fullmatch(path) is None:
+        return {}
+    if os.path.exists(path):  # noqa: PTH110  (no error for a long name)
         return {}
     split = config.get("test_split") or config.get("validation_split")
     return {"dataset": path, "config": config.get("dataset_name"), "split": split}

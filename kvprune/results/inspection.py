@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvprune.results.table import grid
+from kvprune.terminal import printable
 
 MOST_SLOTS = 24  # that are told of
 MOST_TOKENS = 12
@@ -125,7 +126,8 @@ def _removed(removed: dict[str, Any]) -> str:
 def slot_card(card: dict[str, Any]) -> str:
     """What is known of one slot."""
     removed = {None: "", True: ", removed", False: ", kept"}[card["removed"]]
-    lines = [f"slot {card['id']}: fires on {card['rate']:.3%} of tokens{removed}"]
+    which = "tokens" if card["expert"] is None else "the tokens routed to it"
+    lines = [f"slot {card['id']}: fires on {card['rate']:.3%} of {which}{removed}"]
     if "triggers" in card:
         shared = card["shared"]
         if shared is not None:
@@ -155,5 +157,4 @@ def _context(item: dict[str, Any]) -> str:
 
 def _one_line(text: str) -> str:
     """Text that a terminal shows on one line, and that cannot control it."""
-    shown = text.replace("\n", "⏎").replace("\t", " ")
-    return "".join(letter if letter.isprintable() else "·" for letter in shown)
+    return printable(text.replace("\n", "⏎").replace("\t", " "))

@@ -28,7 +28,7 @@ def ratio_interval(
     """
     a, b = np.array(one, float), np.array(other, float)
     drawn = resampled_sums(np.stack([a[:, 0] - b[:, 0], a[:, 1]], 1), resamples, seed)
-    low, high = (math.exp(end) for end in ends(drawn[:, 0] / drawn[:, 1], level))
+    low, high = (math.exp(end) for end in ends(drawn[:, 0] / drawn[:, 1], widened(level, len(a))))
     return perplexity(one) / perplexity(other), low, high
 
 
@@ -38,7 +38,7 @@ def difference_interval(
     """Mean of `one` less that of `other` over the same questions, and its interval: questions resampled together."""
     apart = np.array(one, float) - np.array(other, float)
     drawn = resampled_sums(apart[:, None], resamples, seed)
-    low, high = ends(drawn[:, 0] / len(apart), level)
+    low, high = ends(drawn[:, 0] / len(apart), widened(level, len(apart)))
     return float(apart.mean()), low, high
 
 
@@ -65,14 +65,32 @@ def widened(level: float, documents: int) -> float:
     """The level of the percentile interval that covers as often as `level` says: those of few documents are too narrow.
 
     By as much as Student's t is wider than the normal, and for the variance that resampling takes to be too small by
-    one in `documents` (Hesterberg 2015, arXiv:1411.5279). The expansion of t is that of Abramowitz and Stegun, 26.7.5.
+    one in `documents` (Hesterberg 2015, arXiv:1411.5279).
     """
-    normal, free = NormalDist(), documents - 1
-    z = normal.inv_cdf((1 + level) / 2)
-    t = (
+    free = documents - 1
+    return 2 * NormalDist().cdf(_student(level, free) * math.sqrt(documents / free)) - 1
+
+
+def student_interval(columns: Floats, level: float) -> tuple[float, float]:
+    """The ends of Student's t interval of the first of two `columns` `[documents, 2]` over the second, by their sums.
+
+    For levels so high that resampling would not see their ends. Of a ratio with its linear error (Cochran 1977, 6.4).
+    """
+    documents = len(columns)
+    total, count = columns.sum(0)
+    value = float(total / count)
+    squares = float(np.square(columns[:, 0] - value * columns[:, 1]).sum())
+    reach = _student(level, documents - 1) * math.sqrt(squares * documents / (documents - 1)) / float(count)
+    return value - reach, value + reach
+
+
+def _student(level: float, free: int) -> float:
+    """Student's t of `free` degrees that `level` lies within: the expansion of Abramowitz and Stegun, 26.7.5."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    return (
         z
         + (z**3 + z) / (4 * free)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * free**4)
     )
-    return 2 * normal.cdf(t * math.sqrt(documents / free)) - 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvprune.errors import KvpruneError
-from kvprune.results.intervals import LEVEL, RESAMPLES, Floats, ends, resampled_sums, widened
+from kvprune.results.intervals import LEVEL, RESAMPLES, Floats, ends, resampled_sums, student_interval, widened
 
 FEWEST = 10  # documents that a verdict can rest on
 MOST_RESAMPLES = 100_000
@@ -41,12 +41,14 @@ class Apart:
     interval: list[float] | None  # its two ends; None of too few documents
     corrected: list[float] | None  # the interval that the verdict rests on
     verdict: str
+    by: str | None  # what the corrected interval is by, bootstrap or Student's t
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The rows of a samples file. Raises KvpruneError where it is missing or broken."""
     try:
-        return [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = path.read_text(encoding="utf-8").split("\n")  # a document may hold other ends of lines
+        return [dict(json.loads(line)) for line in lines if line]
     except (OSError, ValueError, TypeError) as error:
         what = (error.strerror or "cannot be read") if isinstance(error, OSError) else "is not JSON lines"
         folder = path.parents[1]
@@ -121,24 +123,33 @@ def apart(pairs: Sequence[tuple[Scored, Scored, bool | None]], comparisons: int,
     """How far the first of each of `pairs` is from the second, on the same documents; the third: if higher is better.
 
     A verdict needs an interval without "no difference", at a level that is corrected for so many `comparisons`
-    (Bonferroni). The same resamples serve pairs with as many documents.
+    (Bonferroni); where that level takes more than MOST_RESAMPLES, it is Student's. The same resamples serve pairs with
+    as many documents.
     """
     levels = LEVEL, 1 - (1 - LEVEL) / max(1, comparisons)
     by_size: dict[int, list[int]] = {}
     for at, (one, _, _) in enumerate(pairs):
         by_size.setdefault(len(one.sums), []).append(at)
     drawn: dict[int, Floats] = {}
+    seen: dict[int, bool] = {}  # of each size: if resamples see the ends of the corrected interval
     for size, members in by_size.items():
         if size >= FEWEST:
             columns = [column for at in members for column in _columns(*pairs[at][:2]).T]
             wanted = BEYOND * 2 / max(1 - widened(levels[1], size), 1e-9)
-            resamples = math.ceil(min(max(wanted, RESAMPLES), MOST_RESAMPLES))
+            seen[size] = wanted <= MOST_RESAMPLES
+            resamples = math.ceil(max(wanted, RESAMPLES)) if seen[size] else RESAMPLES
             sums = resampled_sums(np.stack(columns, 1), resamples, seed)
             drawn |= {at: sums[:, 2 * row] / sums[:, 2 * row + 1] for row, at in enumerate(members)}
     for at, (one, other, higher) in enumerate(pairs):
-        total, count = _columns(one, other).sum(0)
-        intervals = [ends(drawn[at], widened(level, len(one.sums))) for level in levels] if at in drawn else None
-        yield _told(float(total / count), intervals, one.ratio, higher)
+        both, size = _columns(one, other), len(one.sums)
+        total, count = both.sum(0)
+        intervals, by = None, None
+        if at in drawn:
+            intervals = [ends(drawn[at], widened(level, size)) for level in levels]
+            by = "bootstrap" if seen[size] else "Student's t"
+            if not seen[size]:
+                intervals[1] = student_interval(both, levels[1])
+        yield _told(float(total / count), intervals, one.ratio, higher, by)
 
 
 def _columns(one: Scored, other: Scored) -> Floats:
@@ -146,7 +157,9 @@ def _columns(one: Scored, other: Scored) -> Floats:
     return np.stack([one.sums[:, 0] - other.sums[:, 0], one.sums[:, 1]], 1)
 
 
-def _told(value: float, intervals: list[tuple[float, float]] | None, ratio: bool, higher: bool | None) -> Apart:
+def _told(
+    value: float, intervals: list[tuple[float, float]] | None, ratio: bool, higher: bool | None, by: str | None
+) -> Apart:
     """A value and its intervals, 0 where there is no difference, as people read them."""
     if intervals is None:
         verdict = f"fewer than {FEWEST} documents"
@@ -161,7 +174,7 @@ def _told(value: float, intervals: list[tuple[float, float]] | None, ratio: bool
         return math.exp(number) if ratio else number
 
     plain, corrected = ([scale(end) for end in interval] for interval in intervals) if intervals else (None, None)
-    return Apart(scale(value), plain, corrected, verdict)
+    return Apart(scale(value), plain, corrected, verdict, by)
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> list[str]:

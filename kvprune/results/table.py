@@ -58,10 +58,14 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
     for name, places in grouped(ffns).items():
         members = [ffns[at] for at in places]
         before, after = mean_errors(members)
-        damping = sorted({ffn["damping"] for ffn in members})
-        ridge = f"{damping[0]:g}" if len(damping) == 1 else f"{damping[0]:g} to {damping[-1]:g}"
-        rows.append([name, f"{before:.4f}", f"{after:.4f}", ridge, _remark(members)])
+        rows.append([name, f"{before:.4f}", f"{after:.4f}", *ridge_words(members)])
     return grid(rows)
+
+
+def ridge_words(members: list[dict[str, Any]]) -> tuple[str, str]:
+    """The ridge of an FFN's refit, or the ridges of a layer's experts, and what else there is to say."""
+    damping = sorted({ffn["damping"] for ffn in members})
+    return f"{damping[0]:g}" if len(damping) == 1 else f"{damping[0]:g} to {damping[-1]:g}", _remark(members)
 
 
 def _remark(members: list[dict[str, Any]]) -> str:

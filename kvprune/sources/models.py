@@ -64,8 +64,6 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
         source = ModelSource(name, Path(name), Path(name).resolve().name, None, "", _local_fingerprint(Path(name)))
     elif os.path.isfile(name):  # noqa: PTH113
         source = _gguf(name, Path(name), Path(name).name, _file_fingerprint([Path(name)]))
-    elif name.startswith((".", "/", "~")) or name.endswith(".gguf") or HUB_NAME.fullmatch(name) is None:
-        raise KvpruneError(f"model: {name}: no such file or folder, and not a Hub name like org/name[@revision]")
     else:
         source = _hub(name, commit, trust_remote_code)
     if not (source.folder / "config.json").is_file():
@@ -73,6 +71,12 @@ def open_model(name: str, *, commit: str | None = None, trust_remote_code: bool 
             f"model: {source.name}: no config.json in {source.folder}; name a folder with a Hugging Face model"
         )
     return source
+
+
+def first_look(name: str, file: str) -> tuple[Path, str]:
+    """A small top-level file of a Hub model, alone, and the commit. It is not there where the model has none."""
+    _, folder = _download(name, None, [file])
+    return folder / file, folder.name
 
 
 def fingerprint(name: str, commit: str | None) -> dict[str, Any]:
@@ -270,6 +274,14 @@ def _gguf_dtype(file: Path, torch: Any) -> Any:
 
 def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
     """Download a Hub model: only top-level files, weights only as safetensors, pinned to a commit."""
+    repo, folder = _download(name, commit, HUB_FILES + (["*.py"] if trust_remote_code else []))
+    if not any(folder.glob("*.safetensors")):
+        raise KvpruneError(f"model: {repo} has no safetensors weights; kvprune never reads pickled ones (.bin, .pt)")
+    return ModelSource(name, folder, repo, folder.name, "", {"commit": folder.name})
+
+
+def _download(name: str, commit: str | None, patterns: list[str]) -> tuple[str, Path]:
+    """The repository of a Hub model, and the folder of its commit with the top-level files of `patterns`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -281,9 +293,9 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
     )
 
     found = HUB_NAME.fullmatch(name)
-    assert found is not None  # open_model checked it
+    if found is None or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise KvpruneError(f"model: {name}: no such file or folder, and not a Hub name like org/name[@revision]")
     repo, revision = found[1], found[2]
-    patterns = HUB_FILES + (["*.py"] if trust_remote_code else [])
     try:
         folder = Path(
             snapshot_download(repo, revision=commit or revision, allow_patterns=patterns, ignore_patterns=HUB_IGNORED)
@@ -308,6 +320,4 @@ def _hub(name: str, commit: str | None, trust_remote_code: bool) -> ModelSource:
         ) from None
     except (HTTPError, OSError, ValueError) as error:
         raise KvpruneError(f"model: {repo} cannot be downloaded: {one_line(error)}") from None
-    if not any(folder.glob("*.safetensors")):
-        raise KvpruneError(f"model: {repo} has no safetensors weights; kvprune never reads pickled ones (.bin, .pt)")
-    return ModelSource(name, folder, repo, folder.name, "", {"commit": folder.name})
+    return repo, folder
