@@ -33,7 +33,7 @@ LAMBADA_TEXTS = 400  # enough for the tokens that are read
 def test_tokens(data: Path, tokenizer: Any) -> dict[str, tuple[list[int], int]]:
     """Token ids of each test text, and how many windows of it are read."""
     wikitext = (data / "wikitext2.test.txt").read_text(encoding="utf-8")
-    rows = (data / "lambada_openai.test.jsonl").read_text(encoding="utf-8").splitlines()[:LAMBADA_TEXTS]
+    rows = (data / "lambada_openai.test.jsonl").read_text(encoding="utf-8").split("\n")[:LAMBADA_TEXTS]
     lambada = "\n\n".join(json.loads(row)["text"] for row in rows)
     texts = {"WikiText-2": (wikitext, 12), "LAMBADA": (lambada, 10)}
     return {name: (tokenizer(text, verbose=False)["input_ids"], windows) for name, (text, windows) in texts.items()}

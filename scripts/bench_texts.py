@@ -48,7 +48,9 @@ def main() -> None:
     tokenizer = load_tokenizer(dense.source)
     pages = documentation()
     judged_pages = arguments.windows * WINDOW * 5 // 4_000 + 1  # under five characters a token
-    lambada = [json.loads(row)["text"] for row in (data / "lambada_openai.test.jsonl").read_text("utf-8").splitlines()]
+    lambada = [
+        json.loads(row)["text"] for row in (data / "lambada_openai.test.jsonl").read_text("utf-8").split("\n") if row
+    ]
     judged = {
         "WikiText-2": (data / "wikitext2.test.txt").read_text("utf-8"),
         "Python documentation": "\n\n".join(pages[:judged_pages]),

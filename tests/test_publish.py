@@ -288,9 +288,10 @@ def test_a_repository_of_something_else_is_left_alone(
 
 
 def test_without_a_token_the_way_to_one_is_told(run: RunFolder, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "_check_digests", lambda draft: pytest.fail("reads every byte"))
     monkeypatch.delenv("HF_TOKEN")
-    assert refused(run) == "publish: no token of the Hub: set HF_TOKEN, or log in with: hf auth login"
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "_check_digests", lambda draft: pytest.fail("reads every byte"))
+        assert refused(run) == "publish: no token of the Hub: set HF_TOKEN, or log in with: hf auth login"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "the Hub does not know the token: " in refused(run)
     assert hub.files == {}
