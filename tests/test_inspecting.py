@@ -342,7 +342,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "unknown score": (of_run("--layer", "0", "--score", "magic"), "--score magic: should be one of wanda, fire_rate"),
     "matrices that were not collected": (of_run("--top", "3", "--score", "greedy"), "calibrate.collect=[counts, gram]"),
     "gradients that were not collected": (of_run("--top", "3", "--score", "taylor"), "statistics have no gradients"),
-    "recipe of a run": (of_run("--set", "calibrate.tokens=64"), "its own recipe; only dtype, to read it in, can be set"),
+    "recipe of a run": (of_run("--set", "calibrate.tokens=64"), "own recipe; only dtype, to read it in, can be set"),
     "nothing removed from a model": (of_model("--removed"), "is no run folder (no recipe.yaml)"),
     "plan of a model": (of_model("--set", "plan.score=random"), "changes calibrate.* and dtype of a model only"),
     "score of a model": (of_model("--top", "3", "--score", "reconstruction"), "calibrate.collect=[counts, gram]"),
