@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 BASE_CARD = "BASE_README.md"
 BUILTIN_TEXTS = ("builtin", "builtin-task", "self")  # that every kvprune has, or makes
 MOST_WIDTHS = 128  # that are told one by one
-RELATION = (
-    "finetune"  # the Hub knows finetune, adapter, merge and quantized: weights of the same kind, with others in it
-)
+# The Hub knows finetune, adapter, merge and quantized: these are weights of the same kind, with others in them.
+RELATION = "finetune"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 from kvprune.arguments import DEFAULT_BATCH, parser
 from kvprune.errors import KvpruneError
 from kvprune.ranks import launched
-from kvprune.terminal import PrintableFormatter, printable
+from kvprune.terminal import PrintableFormatter, finite, printable
 
 log = logging.getLogger("kvprune")
 
@@ -61,7 +60,7 @@ def _answer(arguments: argparse.Namespace) -> int:
         print(f"error: {type(error).__name__}: {what} (--debug shows where)", file=sys.stderr)
         return 1
     if launched().first:
-        print(json.dumps(_finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else printable(text))
+        print(json.dumps(finite(data), ensure_ascii=False, allow_nan=False) if arguments.json else printable(text))
     return int(_fell_short(arguments, data))
 
 
@@ -74,15 +73,6 @@ def _fell_short(arguments: argparse.Namespace, data: Any) -> bool:
             return any(run["status"] == "failed" for run in data["runs"])
         case _:
             return False
-
-
-def _finite(data: Any) -> Any:
-    """JSON has no NaN: what is not finite becomes null."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _set_up_output(arguments: argparse.Namespace) -> logging.Handler:

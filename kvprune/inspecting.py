@@ -98,9 +98,10 @@ def inspect(
     missed = _held_out(run, subject, held_out or TASK_TEXT, options) if removed else None
     asked = Asked(some, tuple(sections), all_slots is not None)
     found, findings = report(subject, asked, missed)
-    data = _head(run, subject) | found
+    head = _head(run, subject)
+    data = head | found
     if all_slots is not None:
-        _write_slots(Path(all_slots), data, findings)
+        _write_slots(Path(all_slots), head, findings)
     if html is not None:
         write_text(Path(html), page(data))
         log.info("inspect: %s", html)
@@ -171,8 +172,6 @@ def _subject(run: _Run, sections: set[str], removed: bool, options: Options) -> 
     setup, walker = Setup(device, getattr(torch, dense.run_dtype(run.dtype, device)), options.batch_size), None
     if removed or sections - {"firing"}:
         setup, walker = prepare(reading, dense, options, ALONE, "inspect")
-    if removed:
-        check_weights(dense, replace(setup, dtype=_judged_dtype(run, device)), "for its losses")
     if sections & {"triggers", "layers"}:
         if not setup.in_memory:
             raise KvpruneError(
@@ -184,12 +183,6 @@ def _subject(run: _Run, sections: set[str], removed: bool, options: Options) -> 
     planned = stage_states(place, recipe)["plan"].status == "current"
     gone = removed_slots(read_plan(place.plan)) if planned else None
     return Subject(dense, setup, walker, tokenizer, recipe.calibrate, tokens, samples, stats, gone)
-
-
-def _judged_dtype(run: _Run, device: str) -> torch.dtype:
-    """The type that losses are measured in: that of the run, as in its evaluation."""
-    dtype: torch.dtype = getattr(torch, run.dense.run_dtype(run.recipe.dtype, device))
-    return dtype
 
 
 def _held_out(run: _Run, subject: Subject, text: str, options: Options) -> HeldOut:
@@ -209,7 +202,8 @@ def _held_out(run: _Run, subject: Subject, text: str, options: Options) -> HeldO
         raise KvpruneError(str(error).replace("calibrate.text", "--held-out")) from None
     check_tokens(tokens, run.dense.text_config)
     device = subject.setup.device
-    dtype = run.dense.run_dtype(run.recipe.dtype, device)
+    dtype = run.dense.run_dtype(run.recipe.dtype, device)  # as in the run's evaluation
+    check_weights(run.dense, replace(subject.setup, dtype=getattr(torch, dtype)), "for its losses")
     trust = options.trust_remote_code or configuring.is_own_code(run.place, run.dense)
     log.info("losses of the dense and the slim model on %s tokens of %s", f"{tokens.numel():,}", text)
     dense = token_losses(run.dense.load(dtype, device), tokens)
@@ -217,9 +211,8 @@ def _held_out(run: _Run, subject: Subject, text: str, options: Options) -> HeldO
     return HeldOut(tokens, places, [text], dense, slim)
 
 
-def _write_slots(path: Path, data: dict[str, Any], findings: Findings) -> None:
+def _write_slots(path: Path, head: dict[str, Any], findings: Findings) -> None:
     """What is known of every slot, a JSON object a line, after a first one that says of what."""
-    head = {key: data[key] for key in ("format", "version", "made_with", "model", "run", "text", "tokens")}
 
     def write(temporary: Path) -> None:
         with temporary.open("w", encoding="utf-8") as file:

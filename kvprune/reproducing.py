@@ -161,7 +161,7 @@ def _recipe(published: Published, overrides: list[str]) -> Recipe:
     if commit:
         data = data | {"model": f"{str(data['model']).partition('@')[0]}@{commit}"}
     where = f"{published.name}: {ABOUT}: recipe"
-    recipe = make_recipe(data, where)
+    make_recipe(data, where)  # valid, before it is read from
     given = {override.partition("=")[0] for override in overrides}
     for key, names in unpublished(about).items():
         gone = [name for name in names if not Path(name).exists()]

@@ -6,8 +6,8 @@ SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file), bfloat16. Calibrati
 fifths of WikiText-2 validation, in sequences of 512. Widths are multiples of 4. Judged on WikiText-2 test, all pages,
 and LAMBADA's texts, in windows of 1,024 tokens without BOS, and on tasks with a limit. Intervals are 95 %, paired by
 document or question. With --tune, only on what settings may be chosen by: the last fifth of the validation text, and
-Python's documentation. A cell that is done is kept in results.json and not done again, so it runs in pieces. The peers
-of PyPI are installed in a folder of their own first; `run_peer.py` says how.
+Python's documentation. A cell that is done is kept in results-LIMIT.json and not done again, so it runs in pieces. The
+peers of PyPI are installed in a folder of their own first; `run_peer.py` says how.
 """
 
 import argparse

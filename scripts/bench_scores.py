@@ -8,23 +8,22 @@ no BOS, 1,023 predictions a window, bfloat16. Removed slots are masked: tests ho
 """
 
 import argparse
-import math
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+from quality_judge import WINDOW, losses
 
 import kvprune
 from kvprune.artifacts import Plan
 from kvprune.dense import Dense, open_dense
 from kvprune.recipe import make_recipe
+from kvprune.results import intervals
 from kvprune.results.table import grid
 from kvprune.sources.models import BUILTIN, load_tokenizer
 from kvprune.stages.export import mask_slots
 
-WINDOW = 1024
 PLANS = [
     ["score=wanda"],
     ["score=fluctuation"],
@@ -44,15 +43,9 @@ PLANS = [
 ]
 
 
-@torch.inference_mode()
 def perplexity(model: Any, tokens: list[int], windows: int) -> float:
     """exp of the mean cross-entropy over the first windows of 1,024 `tokens`, no BOS."""
-    total = 0.0
-    for start in range(0, windows * WINDOW, WINDOW):
-        ids = torch.tensor([tokens[start : start + WINDOW]])
-        logits = model(ids, use_cache=False).logits[0, :-1].float()
-        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-    return math.exp(total / (windows * (WINDOW - 1)))
+    return intervals.perplexity(losses(model, [tokens[: windows * WINDOW]]))
 
 
 def masked_perplexity(dense: Dense, plan: Plan, tokens: list[int], windows: int) -> float:

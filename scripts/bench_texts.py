@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_scores import WINDOW, perplexity
+from bench_scores import perplexity
+from quality_judge import WINDOW
 
 import kvprune
 from kvprune.dense import open_dense

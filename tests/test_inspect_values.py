@@ -18,6 +18,7 @@ from kvprune.reading.values import (
     coherence,
     coherences,
     each_values,
+    folded,
     in_words,
     null_coherence,
     open_unembedding,
@@ -65,7 +66,7 @@ def test_a_value_made_of_a_tokens_unembedding_promotes_that_token(name: str) -> 
         values.rows[:] = made / made.norm(dim=1, keepdim=True) * signs[:, None] * 1e-3  # a length has no say
     for values in each_values(model, layout):
         wanted = (torch.arange(len(values.rows)) * 5 + 3) % 250
-        found = read_values(values.directions(), unembedding)
+        found = read_values(folded(values.rows, values.gain), unembedding)
         assert torch.equal(found.promoted[1::2, 0], wanted[1::2])
         assert torch.equal(found.suppressed[::2, 0], wanted[::2])
         assert (values.gain is not None) == (name == "gemma2")
@@ -93,9 +94,9 @@ def test_a_walked_model_has_the_same_values_and_unembedding(name: str, tmp_path:
     model, layout = dense.load("float32", "cpu"), dense.layout
     walked, whole = walked_unembedding(walker), open_unembedding(model, layout.layers)
     for one, other in zip(each_values(walker, layout), each_values(model, layout), strict=True):
-        assert one.ffn == other.ffn and torch.equal(one.directions(), other.directions())
+        assert one.ffn == other.ffn and torch.equal(folded(one.rows, one.gain), folded(other.rows, other.gain))
         assert torch.equal(one.length, other.length)
-        logits = walked.of_directions(one.directions()), whole.of_directions(other.directions())
+        logits = walked.of_directions(folded(one.rows, one.gain)), whole.of_directions(folded(other.rows, other.gain))
         assert torch.allclose(*logits, atol=1e-5)
 
 
@@ -130,7 +131,7 @@ def test_a_value_of_a_cluster_is_coherent_and_random_ones_are_as_chance(name: st
     scale = scale_of(model.get_submodule(NORMS[name]))
     values.rows[7] = centre / scale / (1 if values.gain is None else values.gain)
     null = null_coherence(unembedding, values.gain, count=2000)
-    found = read_values(values.directions(), unembedding)
+    found = read_values(folded(values.rows, values.gain), unembedding)
     assert set(found.promoted[7].tolist()) <= set(cluster)
     bar = coherence("ffn", found.coherence, null)["null_p95"]
     assert float(found.coherence[7]) > 0.9 > bar
@@ -145,7 +146,7 @@ def test_words_are_plain_data() -> None:
     model, layout, unembedding = opened("llama")
     values = next(each_values(model, layout))
     tokenizer = tiny_tokenizer()
-    found = read_values(values.directions()[:3], unembedding, top=4)
+    found = read_values(folded(values.rows, values.gain)[:3], unembedding, top=4)
     texts: dict[int, str] = {}
     told = [in_words(found, row, tokenizer, texts) for row in range(3)]
     assert texts.keys() == {*found.promoted.flatten().tolist(), *found.suppressed.flatten().tolist()}

@@ -8,7 +8,6 @@ but them runs. All text is escaped where it is put in, and what is not seen by i
 import base64
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ from markupsafe import Markup
 
 from kvprune.errors import KvpruneError
 from kvprune.pages.words import figure, seen, share, whole
+from kvprune.terminal import finite
 
 MARK = '<meta name="generator" content="kvprune">'  # by which a page is known
 START = 1024  # bytes of a file that tell what wrote it
@@ -48,7 +48,7 @@ def render(kind: Kind, **values: Any) -> str:
 
 def embedded(data: Any) -> Markup:
     """Data as JSON that can stand in a `<script>` element of a UTF-8 file; numbers that JSON lacks become null."""
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(finite(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
     return Markup(UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
@@ -96,14 +96,3 @@ def _policy(style: str, script: str) -> str:
 def _source(text: str) -> str:
     """How a policy names an inline style or script: by the hash of its text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _finite(value: Any) -> Any:
-    """The same data with null for infinities and NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

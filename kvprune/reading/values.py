@@ -185,10 +185,6 @@ class Values:
     gain: Tensor | None  # float32 [hidden], weight of a norm that follows the FFN
     length: Tensor  # float32 [slots], of values with that weight folded in
 
-    def directions(self) -> Tensor:
-        """What the residual stream gets, float32 `[slots, hidden]`: the gain is folded in."""
-        return folded(self.rows, self.gain)
-
 
 def folded(rows: Tensor, gain: Tensor | None) -> Tensor:
     """What the FFN writes, `[n, hidden]`, in float32 with the weight of a norm that follows it, if any."""

@@ -3,9 +3,7 @@
 from typing import Any
 
 from kvprune.artifacts import UNITS
-from kvprune.card import mean_errors
-
-MOST_WIDTHS = 128  # that are told one by one
+from kvprune.card import MOST_WIDTHS, mean_errors
 
 
 def grid(rows: list[list[str]]) -> str:
