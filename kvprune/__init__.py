@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvprune.pipeline import evaluate as evaluate
     from kvprune.pipeline import export as export
     from kvprune.pipeline import plan as plan
+    from kvprune.pipeline import recover as recover
     from kvprune.pipeline import refit as refit
     from kvprune.pipeline import run as run
     from kvprune.pipeline import show as show
@@ -40,6 +41,7 @@ _HOMES = {
     "plan": "pipeline",
     "refit": "pipeline",
     "export": "pipeline",
+    "recover": "pipeline",
     "evaluate": "pipeline",
     "show": "pipeline",
     "inspect": "inspecting",

@@ -12,6 +12,7 @@ EXAMPLES = {
     "plan": "kvprune plan runs/quickstart --dry-run --set plan.budget.bytes=200MiB",
     "refit": "kvprune refit runs/quickstart --set refit.method=sequential",
     "export": "kvprune export runs/quickstart",
+    "recover": "kvprune recover runs/quickstart --set recover.method=distill --set recover.text=corpus.txt",
     "evaluate": "kvprune evaluate runs/quickstart --set 'evaluate.tasks=[builtin, lambada_openai]'",
     "show": "kvprune show runs/quickstart --html run.html",
     "inspect": "kvprune inspect runs/quickstart --removed --html memory.html",
@@ -21,11 +22,12 @@ EXAMPLES = {
     "reproduce": "kvprune reproduce my-name/slim-model",
 }
 ABOUT = {
-    "run": "all stages in order: calibrate, plan, refit, export, evaluate; what is done and current is not redone",
+    "run": "all stages in order: calibrate, plan, refit, export, recover, evaluate; what is current is not redone",
     "calibrate": "count how the slots of the recipe's model fire",
     "plan": "decide which slots stay, from the counts",
     "refit": "make the kept values up for the removed slots, layer by layer",
     "export": "write the slim checkpoint and verify it",
+    "recover": "train the slim model on what the dense one says of a text, and keep what is better on held-out text",
     "evaluate": "judge dense and slim with lm-eval, and measure size and speed",
     "show": "print what a run is: recipe, stages, budget, firing, results",
     "inspect": "what slots detect and write, and what pruning makes the model forget; of a run, or of any model",
@@ -63,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
     )
     walk = argparse.ArgumentParser(add_help=False, parents=[limit])
     walk.add_argument("--hidden-cache", metavar="DIR", help="where hidden states go (default: in the run folder)")
+    training = argparse.ArgumentParser(add_help=False)
+    training.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="in recover, keep less of a forward and run it again backwards: less memory, a third more time",
+    )
     trust = argparse.ArgumentParser(add_help=False)
     trust.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     change = argparse.ArgumentParser(add_help=False)
@@ -88,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         )  # fmt: skip
 
     for name in ("run", "calibrate"):
-        made = verb(name, where, walk, trust, change)
+        made = verb(name, where, walk, *([training] if name == "run" else []), trust, change)
         made.add_argument(
             "recipe", metavar="RECIPE", help="a YAML file, or builtin:NAME for one that ships with kvprune"
         )
@@ -97,20 +105,22 @@ def parser() -> argparse.ArgumentParser:
         )
     planning = verb("plan", where, limit, trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
+    recovering = verb("recover", where, training, trust, change)
     for made in (
         planning,
         verb("refit", where, walk, trust, change),
         verb("export", trust),
+        recovering,
         verb("evaluate", where, trust, change),
         showing := verb("show"),
     ):
         made.add_argument("folder", metavar="RUN", help="a run folder")
     showing.add_argument("--html", metavar="FILE", help="write one page that shows all of it and needs no network")
     _inspect_arguments(verb("inspect", where, limit, trust, change))
-    _sweep_arguments(verb("sweep", where, walk, trust))
+    _sweep_arguments(verb("sweep", where, walk, training, trust))
     _compare_arguments(verb("compare"))
     _publish_arguments(verb("publish"))
-    _reproduce_arguments(verb("reproduce", where, walk, trust, change))
+    _reproduce_arguments(verb("reproduce", where, walk, training, trust, change))
     return top
 
 

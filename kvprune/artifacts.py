@@ -65,6 +65,19 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def recovered(self) -> Path:
+        return self.path / "recover.json"
+
+    @property
+    def recovering(self) -> Path:
+        """What a training that is under way keeps."""
+        return self.path / ".recover"
+
+    @property
+    def recover_samples(self) -> Path:
+        return self.path / "recover_samples.json"
+
+    @property
     def eval(self) -> Path:
         return self.path / "eval"
 

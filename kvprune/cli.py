@@ -122,6 +122,7 @@ def _command(arguments: argparse.Namespace) -> tuple[Any, str]:
         arguments.trust_remote_code,
         getattr(arguments, "memory", None),
         getattr(arguments, "hidden_cache", None),
+        getattr(arguments, "checkpointing", False),
     )
     return _work(arguments, recipe, options)
 
@@ -150,7 +151,7 @@ def _work(arguments: argparse.Namespace, recipe: Any, options: Any) -> tuple[Any
 def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
     """One of the stages after the calibration."""
     from kvprune import pipeline
-    from kvprune.results.table import refit_table
+    from kvprune.results.table import recovery_text, refit_table
 
     match arguments.verb:
         case "plan":
@@ -160,6 +161,9 @@ def _stage(arguments: argparse.Namespace, options: Any) -> tuple[Any, str]:
             found = pipeline.refit(arguments.folder, overrides=arguments.set, options=options)
             what = refit_table(found["ffns"]) if found["ffns"] else "refit.method is none: values stay as they are"
             return found, f"{what}\nnext: kvprune export {arguments.folder}"
+        case "recover":
+            found = pipeline.recover(arguments.folder, overrides=arguments.set, options=options)
+            return found, f"{recovery_text(found)}\nnext: kvprune evaluate {arguments.folder}"
         case "evaluate":
             results = pipeline.evaluate(arguments.folder, overrides=arguments.set, options=options)
             return results, _results_text(results, arguments.folder)

@@ -1,9 +1,11 @@
 """Where and how a run runs, and what follows from it for a stage: device, type, batches, and if the model is walked."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
@@ -14,6 +16,7 @@ from kvprune.ranks import Ranks, own_device
 from kvprune.schema import Recipe
 from kvprune.sources.models import pick_device
 from kvprune.sources.texts import self_share
+from kvprune.teaching.training import Course
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Options:
     trust_remote_code: bool = False
     memory: int | None = None  # bytes; beyond it hidden states go to disk. None: what is free
     hidden_cache: str | Path | None = None  # the folder for them; None: the run folder
+    checkpointing: bool = False  # a recovery keeps less of a forward, and runs it again backwards
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -78,3 +82,22 @@ def _walker(recipe: Recipe, dense: Dense, setup: Setup, stage: str, tell: bool) 
         if tell:
             log.info("calibrate: by forwards of the whole model, since %s", error)
         return None
+
+
+def make_course(
+    recipe: Recipe, dense: Dense, options: Options, ranks: Ranks, tokens: Tensor, held: dict[str, Tensor]
+) -> Course:
+    """What a recovery teaches `[sequences, tokens]`, and how it runs."""
+    device = options.own_device()
+    dtype = dense.run_dtype(recipe.dtype, device)
+    return Course(
+        section=recipe.recover,
+        tokens=tokens,
+        held=held,
+        dtype="bfloat16" if dtype == "float16" else dtype,  # whose gradients would vanish
+        batch_size=options.batch_size,
+        device=device,
+        ranks=ranks,
+        checkpointing=options.checkpointing,
+        shared=os.environ.get("ACCELERATE_USE_FSDP", "false") != "true",  # which splits each model on its own
+    )

@@ -27,7 +27,7 @@ from kvprune.ffn.allocate import units_of
 from kvprune.ffn.state import find_shelf
 from kvprune.ffn.stats import read_stats
 from kvprune.opening import begin, need, open_checked, resume
-from kvprune.options import DEFAULT, Options, prepare
+from kvprune.options import DEFAULT, Options, make_course, prepare
 from kvprune.pages.frame import check_target
 from kvprune.progress import log
 from kvprune.ranks import ALONE, Ranks, joined, launched
@@ -40,10 +40,11 @@ from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.stages import export as exporting
 from kvprune.stages import plan as planning
+from kvprune.stages import recover as recovering
 from kvprune.stages import refit as refitting
 from kvprune.stages import sensitivity as sensing
 from kvprune.staleness import stage_states
-from kvprune.tokens import calibration_tokens, counted_tokens, load_dense
+from kvprune.tokens import calibration_tokens, counted_tokens, load_dense, recovery_tokens
 
 
 def run(
@@ -63,6 +64,7 @@ def run(
         if reports := _refit(recipe, place, dense, options, ALONE)["ffns"]:
             log.info("%s", refit_table(reports))
         _export(recipe, place, dense)
+        _recover(recipe, place, dense, options, ALONE)
         return _evaluate(recipe, place, dense, options)
 
 
@@ -121,6 +123,22 @@ def export(folder: str | Path, *, options: Options = DEFAULT) -> Path:
     with locked(place):
         _export(recipe, place, dense)
     return place.model
+
+
+def recover(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
+    """Let the dense model teach the exported one of a run. Returns the report: losses, tokens, time, what came of it.
+
+    Under `accelerate launch` or torchrun every process trains on its share.
+    """
+    recipe, place = resume(folder, overrides, "recover")
+    if recipe.recover.method == "none":
+        raise KvpruneError(
+            f"{folder}: recover.method is none; run: kvprune recover {folder} --set recover.method=distill"
+        )
+    need(place, recipe, "recover")
+    dense = open_checked(recipe, place, options)
+    with joined(options.own_device()) as ranks, _writing(place, ranks):
+        return _recover(recipe, place, dense, options, ranks)
 
 
 def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options: Options = DEFAULT) -> dict[str, Any]:
@@ -244,12 +262,37 @@ def _refit(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ran
     return found
 
 
-def _export(recipe: Recipe, place: RunFolder, dense: Dense) -> None:
-    if _current(place, recipe, "export"):
+def _export(recipe: Recipe, place: RunFolder, dense: Dense, *, again: bool = False) -> None:
+    if not again and _current(place, recipe, "export"):
         return
     values = read_tensors(place.values) if recipe.refit.method != "none" else None
     verified = exporting.export(recipe, dense, read_plan(place.plan), values, place)
     log.info("export: %s: %d tensors verified; %s", place.model, verified.tensors, verified.loads)
+
+
+def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ranks: Ranks) -> dict[str, Any]:
+    if recipe.recover.method == "none":
+        return {}
+    if not ranks.data_of_first(_current(place, recipe, "recover") if ranks.first else None):
+        if ranks.first:
+            if read_json(place.model / "kvprune.json").get("recover"):
+                log.info("recover: model/ was trained by other settings; exporting it anew first")
+                _export(recipe, place, dense, again=True)
+            _save_recipe(place, recipe)
+        tokens, held = recovery_tokens(recipe, place, dense, options) if ranks.first else (None, {})
+        names = ranks.data_of_first(list(held))
+        course = make_course(
+            recipe,
+            dense,
+            options,
+            ranks,
+            ranks.tensor_of_first(tokens),
+            {name: ranks.tensor_of_first(held.get(name)) for name in names},
+        )
+        trust = options.trust_remote_code or configuring.is_own_code(place, dense)
+        recovering.recover(recipe, dense, course, place, trust)
+        ranks.all_true(True)
+    return dict(read_json(place.recovered))
 
 
 def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> dict[str, Any]:

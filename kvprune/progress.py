@@ -3,16 +3,23 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tqdm import tqdm
 
 log = logging.getLogger("kvprune")
 
 T = TypeVar("T")
-Advance = Callable[[int], None]
+
+
+class Advance(Protocol):
+    """Tell that an amount of work is done, and what else is known of it by now."""
+
+    def __call__(self, amount: int, note: str = "", /) -> None: ...
+
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -42,11 +49,12 @@ def only_errors() -> Iterator[None]:
 def advancing(*, total: int, label: str, unit: str) -> Iterator[Advance]:
     """Give a function to call with each amount of `unit` that is done; never shows more than `total`."""
     if not log.isEnabledFor(logging.INFO):
-        yield lambda _: None
+        yield lambda _amount, _note="": None
     elif sys.stderr.isatty():
         with tqdm(total=total, desc=label, unit=f" {unit}", unit_scale=True, file=sys.stderr) as bar:
 
-            def advance(amount: int) -> None:
+            def advance(amount: int, note: str = "", /) -> None:
+                bar.set_postfix_str(note, refresh=False)
                 bar.update(min(amount, total - int(bar.n)))
 
             yield advance
@@ -58,7 +66,7 @@ def _lines(total: int, label: str, unit: str) -> Advance:
     started = printed = time.monotonic()
     done = 0
 
-    def advance(amount: int) -> None:
+    def advance(amount: int, note: str = "", /) -> None:
         nonlocal printed, done
         done = min(done + amount, total)
         now = time.monotonic()
@@ -67,7 +75,7 @@ def _lines(total: int, label: str, unit: str) -> Advance:
             rate = done / max(now - started, 1e-9)
             left = (total - done) / max(rate, 1e-9)
             log.info(
-                "%s: %s of %s %s, %s %s/s, %.0f s left",
+                "%s: %s of %s %s, %s %s/s, %.0f s left%s",
                 label,
                 f"{done:,}",
                 f"{total:,}",
@@ -75,6 +83,7 @@ def _lines(total: int, label: str, unit: str) -> Advance:
                 f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}",
                 unit,
                 left,
+                f", {note}" if note else "",
             )
 
     return advance

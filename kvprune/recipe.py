@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvprune.errors import KvpruneError
-from kvprune.schema import COLLECTED, SCORE_OPTIONS, Budget, Recipe
+from kvprune.schema import COLLECTED, SCORE_OPTIONS, Budget, Recipe, TextSource
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,7 +75,9 @@ def make_recipe(data: dict[str, Any], where: str = "recipe", overrides: list[str
     """
     data = copy.deepcopy(data)
     # A new score or method first: it resets the options that go with it.
-    for override in sorted(overrides or [], key=lambda item: not item.startswith(("plan.score=", "refit.method="))):
+    for override in sorted(
+        overrides or [], key=lambda item: not item.startswith(("plan.score=", "refit.method=", "recover.train="))
+    ):
         _override(data, override)
     try:
         recipe = Recipe.model_validate(data)
@@ -96,6 +98,7 @@ STAGE_KEYS = {
     "plan": {"plan"},
     "refit": {"refit"},
     "export": set[str](),
+    "recover": {"recover"},
     "evaluate": {"evaluate"},
 }
 
@@ -145,6 +148,8 @@ def _override(data: dict[str, Any], override: str) -> None:
         section.clear()  # one unit replaces another
     if parents == ["refit"] and last == "method":
         section.pop("target", None)
+    if parents == ["recover"] and last == "train":
+        section.pop("rank", None)
     if parents == ["plan"] and last == "score":
         for option in (*SCORE_OPTIONS, "guard"):
             section.pop(option, None)
@@ -161,8 +166,8 @@ def _complete(recipe: Recipe) -> Recipe:
     }
     if plan.guard is None:
         values["guard"] = plan.score == "fire_rate"  # energy scores see a giant by themselves
-    calibrate, evaluate = recipe.calibrate, recipe.evaluate
-    text = [item.model_copy(update={"source": _absolute(item.source)}) for item in calibrate.text]
+    calibrate, evaluate, recover = recipe.calibrate, recipe.evaluate, recipe.recover
+    text = _located(calibrate.text)
     collect = ["counts", COLLECTED[plan.score]] if plan.score in COLLECTED else calibrate.collect
     target = recipe.refit.target or ("residual" if recipe.refit.method == "sequential" else None)
     return recipe.model_copy(
@@ -171,6 +176,13 @@ def _complete(recipe: Recipe) -> Recipe:
             "calibrate": calibrate.model_copy(update={"text": text, "collect": collect}),
             "plan": plan.model_copy(update=values),
             "refit": recipe.refit.model_copy(update={"target": target}),
+            "recover": recover.model_copy(
+                update={
+                    "text": _located(recover.text) if recover.text else text,
+                    "held_out": _located(recover.held_out or [TextSource(source="builtin-held-out")]),
+                    "rank": recover.rank or (16 if recover.train == "lora" else None),
+                }
+            ),
             "evaluate": evaluate.model_copy(
                 update={"include_path": evaluate.include_path and _absolute(evaluate.include_path)}
             ),
@@ -178,10 +190,14 @@ def _complete(recipe: Recipe) -> Recipe:
     )
 
 
+def _located(sources: list[TextSource]) -> list[TextSource]:
+    return [source.model_copy(update={"source": _absolute(source.source)}) for source in sources]
+
+
 def _absolute(name: str) -> str:
     """A path that exists, made absolute, so that a run can be continued from any folder; else `name` as it is."""
     path = Path(name).expanduser()
-    known = name in ("builtin", "self") or name.startswith("builtin:")
+    known = name in ("builtin", "builtin-task", "builtin-held-out", "self") or name.startswith("builtin:")
     return str(path.resolve()) if not known and os.path.exists(path) else name  # noqa: PTH110  (no error for a long name)
 
 

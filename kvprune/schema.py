@@ -182,6 +182,45 @@ class Refit(BaseModel):
         return target
 
 
+class Recover(BaseModel):
+    """How the slim model learns from the dense one, after the export."""
+
+    model_config = SECTION
+    method: Literal["none", "distill"] = "none"
+    text: Annotated[list[TextSource], Field(min_length=1), BeforeValidator(_text)] | None = None
+    tokens: Annotated[int, Field(ge=1), _quantity(UNITS)] = 200_000
+    sequence_length: Annotated[int, Field(ge=2)] = 512
+    batch_tokens: Annotated[int, Field(ge=2)] = 2048
+    train: Literal["values", "ffn", "all", "lora"] = "ffn"
+    rank: Annotated[int, Field(ge=1)] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-4
+    hidden: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    held_out: Annotated[list[TextSource], Field(min_length=1), BeforeValidator(_text)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @field_validator("batch_tokens")
+    @classmethod
+    def _whole_sequences(cls, tokens: int, info: ValidationInfo) -> int:
+        length = info.data.get("sequence_length", 1)
+        if tokens % length:
+            near = [str(n) for n in (tokens // length * length, (tokens // length + 1) * length) if n]
+            raise ValueError(f"should be a multiple of sequence_length ({length}), as {' or '.join(near)}")
+        return tokens
+
+    @field_validator("rank")
+    @classmethod
+    def _read_by_lora(cls, rank: int | None, info: ValidationInfo) -> int | None:
+        train = info.data.get("train", "lora")
+        if rank is not None and train != "lora":
+            raise ValueError(f"is read by train lora only, and train is {train}: remove it")
+        return rank
+
+    @property
+    def steps(self) -> int:
+        """As many as the tokens fill, the last one too."""
+        return -(-self.tokens // self.batch_tokens)
+
+
 class Evaluate(BaseModel):
     """How dense and slim are judged."""
 
@@ -212,6 +251,7 @@ class Recipe(BaseModel):
     calibrate: Calibrate = Calibrate()
     plan: PlanSection = PlanSection()
     refit: Refit = Refit()
+    recover: Recover = Recover()
     evaluate: Evaluate = Evaluate()
 
     @model_validator(mode="after")

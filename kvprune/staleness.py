@@ -8,12 +8,12 @@ from typing import Any
 from kvprune.artifacts import FORMAT_VERSION, RunFolder, digest, read_json, read_meta
 from kvprune.errors import KvpruneError
 from kvprune.recipe import stage_recipe
-from kvprune.schema import Recipe
+from kvprune.schema import Recipe, TextSource
 from kvprune.sources.models import fingerprint
 from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import text_fingerprint
 
-STAGES = ("calibrate", "plan", "refit", "export", "evaluate")
+STAGES = ("calibrate", "plan", "refit", "export", "recover", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def artifact(run: RunFolder, stage: str) -> Path:
         "plan": run.plan,
         "refit": run.values,
         "export": run.model / "kvprune.json",
+        "recover": run.recovered,
         "evaluate": run.results,
     }[stage]
 
@@ -57,10 +58,14 @@ def _state(stage: str, run: RunFolder, recipe: Recipe, upstream: StageState | No
     path = artifact(run, stage)
     if stage == "refit" and recipe.refit.method == "none":
         return StageState(stage, "current", "method none: values stay as they are")
+    if stage == "recover" and recipe.recover.method == "none":
+        return StageState(stage, "current", "method none: nothing is trained")
     if not path.is_file():
         return StageState(stage, "missing")
     found = read_meta(path) if path.suffix == ".safetensors" else read_json(path)
     about = found.get("provenance", found)
+    if stage == "recover":
+        about = {**about, "improved": found.get("improved")}
     if about.get("version") != FORMAT_VERSION or "inputs" not in about:
         return StageState(stage, "stale", f"{path.name} was made by another version of kvprune")
     now = stage_recipe(recipe, stage)
@@ -106,10 +111,12 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
             values = digest(run.values) if recipe.refit.method != "none" and run.values.is_file() else None
             refitted = "" if inputs.get("values") == values else "the refitted values are others than it was made from"
             earlier = "" if "digests" in about else "kvprune.json was written by an earlier kvprune"
+            trained = recipe.recover.method == "none" and about.get("recover")
             return (
                 _other(run.plan, inputs["plan"])
                 or refitted
                 or earlier
+                or ("model/ was trained, and recover.method is none" if trained else "")
                 or next(
                     (
                         f"model/{name} is missing or has changed"
@@ -119,12 +126,25 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
                     "",
                 )
             )
+        case "recover":
+            texts = text_fingerprint(recovery_texts(recipe))
+            changed = [f"the text {name} has changed" for name in texts if inputs["text"].get(name) != texts[name]]
+            exported = read_json(run.model / "kvprune.json") if (run.model / "kvprune.json").is_file() else {}
+            other = first_change(inputs["exported"], exported.get("inputs"), "export's inputs")
+            trained = digest(run.recovered) if about["improved"] else None
+            here = (exported.get("recover") or {}).get("report")
+            return other or next(iter(changed), "") or ("" if here == trained else "model/ is not what it left")
         case _:
             weights = (
                 "the files in model/ have changed" if inputs["weights"] != fingerprint(str(run.model), None) else ""
             )
             tasks = first_change(inputs["tasks"], task_fingerprint(recipe.evaluate), "tasks")
             return _other(run.model / "kvprune.json", inputs["checkpoint"]) or weights or tasks
+
+
+def recovery_texts(recipe: Recipe) -> list[TextSource]:
+    """What a recovery trains on and looks at."""
+    return [*(recipe.recover.text or ()), *(recipe.recover.held_out or ())]
 
 
 def _other(path: Path, then: str) -> str:

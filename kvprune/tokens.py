@@ -1,5 +1,6 @@
 """The tokens that a run counts, from the recipe's text and from samples that the model itself draws."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from kvprune.dense import Dense
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.options import Options
 from kvprune.progress import log
-from kvprune.schema import Recipe
+from kvprune.schema import Calibrate, Recipe, Recover
 from kvprune.sources.models import load_tokenizer
 from kvprune.sources.samples import self_samples
-from kvprune.sources.texts import self_share, sequences, token_digest
+from kvprune.sources.texts import documents, pack, self_share, sequences, token_digest
+
+HELD_SEQUENCES = 8  # of each text that a recovery looks at
+HELD_BACK = "held-back"  # what those of the training text are called
 
 
 def calibration_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> Tensor:
@@ -24,9 +28,53 @@ def calibration_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: 
     return tokens
 
 
+def recovery_tokens(
+    recipe: Recipe, place: RunFolder, dense: Dense, options: Options
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a recovery trains on `[sequences, sequence_length]`, and held-out tokens by names of texts.
+
+    A few sequences of the training text are held back, and are the first of the held-out texts.
+    """
+    section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
+    length = section.sequence_length
+    count = section.steps * (section.batch_tokens // length)
+    wanted = recovery_section(section)
+    try:
+        samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
+        tokens = sequences(wanted, tokenizer, samples)
+        held = {HELD_BACK: tokens[count:]}
+        for source in section.held_out or ():
+            rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
+            if not rows:
+                raise KvpruneError(f"recover.held_out: {source.source} holds less than one sequence of {length} tokens")
+            held[source.source] = torch.tensor(rows)
+    except KvpruneError as error:
+        raise KvpruneError(str(error).replace("calibrate.", "recover.")) from None
+    for some in (tokens, *held.values()):
+        check_tokens(some, dense.text_config)
+    return tokens[:count], held
+
+
+def recovery_section(section: Recover) -> Calibrate:
+    """The sequences that a recovery asks for, as a calibration would: to train on, and to hold back."""
+    assert section.text is not None  # of a complete recipe
+    count = section.steps * (section.batch_tokens // section.sequence_length) + HELD_SEQUENCES
+    return Calibrate(
+        text=section.text,
+        tokens=count * section.sequence_length,
+        sequence_length=section.sequence_length,
+        seed=section.seed,
+    )
+
+
 def own_samples(recipe: Recipe, place: RunFolder, dense: Dense, tokenizer: Any, options: Options) -> Tensor | None:
     """The model's own samples `[count, sequence_length]` where the recipe asks for any: kept ones, or drawn now."""
-    section = recipe.calibrate
+    return _samples(recipe.calibrate, place.samples, recipe, dense, tokenizer, options)
+
+
+def _samples(
+    section: Calibrate, file: Path, recipe: Recipe, dense: Dense, tokenizer: Any, options: Options
+) -> Tensor | None:
     if not (count := self_share(section)):
         return None
     device = options.own_device()
@@ -42,7 +90,7 @@ def own_samples(recipe: Recipe, place: RunFolder, dense: Dense, tokenizer: Any, 
             "dtype": dense.run_dtype(recipe.dtype, device),
             "device": device.partition(":")[0],
         },
-        file=place.samples,
+        file=file,
     )
 
 

@@ -3,11 +3,12 @@
     KVPRUNE_DATA=folder python scripts/bench_quality.py --runs runs/quality [--methods NAME ...] [--keep 0.8 0.6]
 
 SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file), bfloat16. Calibration: 131,072 tokens of the first four
-fifths of WikiText-2 validation, in sequences of 512. Widths are multiples of 4. Judged on WikiText-2 test, all pages,
-and LAMBADA's texts, in windows of 1,024 tokens without BOS, and on tasks with a limit. Intervals are 95 %, paired by
-document or question. With --tune, only on what settings may be chosen by: the last fifth of the validation text, and
-Python's documentation. A cell that is done is kept in results-LIMIT.json and not done again, so it runs in pieces. The
-peers of PyPI are installed in a folder of their own first; `run_peer.py` says how.
+fifths of WikiText-2 validation, in sequences of 512. Widths are multiples of 4. Judged on the first 1,024 tokens of
+every page of WikiText-2 test and of LAMBADA's first 400 texts, without BOS, and on tasks with a limit. Intervals are
+95 %, paired by document or question. With --tune, only on what settings may be chosen by: the last fifth of the
+validation text, and Python's documentation; a method may be values of a recipe, as plan.score=greedy,refit.bias=none.
+A cell that is done is kept in results-TOKENS-LIMIT.json and not done again, so it runs in pieces. The peers of PyPI are
+installed in a folder of their own first; `run_peer.py` says how.
 """
 
 import argparse
@@ -16,14 +17,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import quality_methods as formulas
 import torch
-from quality_judge import judged, losses, open_tests, table
+from quality_judge import WINDOW, judged, losses, open_tests, table
 from safetensors.torch import save_file
 
 import kvprune
@@ -36,7 +37,8 @@ from kvprune.sources.models import BUILTIN, load_model, load_tokenizer
 from kvprune.sources.texts import TASK_TEXT, documents, sequences
 from kvprune.stages.export import mask_slots, put_values
 
-TOKENS, LENGTH, ROUND_TO = 131_072, 512, 4
+LENGTH, ROUND_TO = 512, 4
+TUNING_WINDOWS = 24  # of each text
 PROJECT = Path(__file__).parents[1]
 Judging = Callable[[Any, str], dict[str, Any]]
 
@@ -75,7 +77,7 @@ METHODS = {
 class Bench:
     """What all cells share."""
 
-    def __init__(self, runs: Path, data: Path, limit: int) -> None:
+    def __init__(self, runs: Path, data: Path, limit: int, tokens: int) -> None:
         runs.mkdir(parents=True, exist_ok=True)
         self.runs, self.data = runs, data
         whole = (data / "wikitext2.valid.txt").read_text(encoding="utf-8")
@@ -85,16 +87,16 @@ class Bench:
             write_text(self.text, whole[:end])  # a new time would make all that was counted stale
         self.dense: Dense = open_dense(BUILTIN)
         self.tokenizer = load_tokenizer(self.dense.source)
-        self.limit = limit
+        self.limit, self.tokens = limit, tokens
 
     def calibrated(self, method: Method) -> RunFolder:
         """A run folder with the statistics that a method reads; methods share them."""
         values = dict(item.split("=", 1) for item in method.values) | (_recipe(method.recipe) if method.recipe else {})
         collect = ["counts", *({COLLECTED[score]} if (score := values.get("plan.score")) in COLLECTED else [])]
         texts = [text or str(self.text) for text in method.text or [""]]
-        section = {"text": texts, "tokens": TOKENS, "sequence_length": LENGTH, "collect": collect}
+        section = {"text": texts, "tokens": self.tokens, "sequence_length": LENGTH, "collect": collect}
         recipe = make_recipe({"model": BUILTIN, "calibrate": section, "plan": {"round_to": ROUND_TO}})
-        place = self.runs / "-".join([*(Path(text).stem for text in texts), *collect[1:]])
+        place = self.runs / "-".join([*(Path(text).stem for text in texts), str(self.tokens), *collect[1:]])
         kvprune.calibrate(recipe, place)
         return RunFolder(place)
 
@@ -112,7 +114,7 @@ class Bench:
         model, layout = self.dense.load("auto", "cpu"), self.dense.layout
         new: dict[str, torch.Tensor] = {}
         if method.formula:
-            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": TOKENS}})
+            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": self.tokens}})
             found = formulas.gather(model, layout, sequences(recipe.calibrate, self.tokenizer))
             if method.formula == "minitron":
                 scores = {name: formulas.minitron(item) for name, item in found.items()}
@@ -133,7 +135,7 @@ class Bench:
         width = min(range(ROUND_TO, full + 1, ROUND_TO), key=lambda each: abs(each - keep * full))
         arguments = [method.peer[0], self.dense.source.folder, out, "--width", width]
         if "--tokens" in method.peer:
-            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": TOKENS}})
+            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": self.tokens}})
             save_file({"tokens": sequences(recipe.calibrate, self.tokenizer)}, self.runs / "tokens.safetensors")
             arguments += ["--tokens", self.runs / "tokens.safetensors"]
         path = os.pathsep.join([str(PROJECT / ".peers"), os.environ.get("PYTHONPATH", "")])
@@ -166,17 +168,33 @@ def _judging(bench: Bench) -> Judging:
 
 def _tuning(bench: Bench) -> Judging:
     """Judge by the held-back end of the calibration text, and by another domain."""
-    seen = [str(text) for text in documents(TextSource(source=TASK_TEXT), 0)]
-    texts = {"wikitext": [bench.held], "lambada": seen}  # the other domain, in the place of the one that judges
-    tests = {name: [bench.tokenizer(text, verbose=False)["input_ids"] for text in some] for name, some in texts.items()}
+
+    def windows(texts: Iterable[str]) -> list[list[int]]:
+        ids = [token for text in texts for token in bench.tokenizer(text, verbose=False)["input_ids"]]
+        return [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(TUNING_WINDOWS)]
+
+    other = (str(text) for text in documents(TextSource(source=TASK_TEXT), 0))
+    tests = {"wikitext": windows([bench.held]), "lambada": windows(other)}  # in the place of the one that judges
     return lambda model, _: {name: losses(model, some) for name, some in tests.items()}
+
+
+def _method(name: str) -> Method | None:
+    """The method of that name, or of those values of a recipe; None for the dense model."""
+    return Method("ours", name.split(",")) if "=" in name else METHODS.get(name)
+
+
+def _known(name: str) -> str:
+    if _method(name) is None:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METHODS)}")
+    return name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), type=_known, metavar="NAME")
     parser.add_argument("--keep", nargs="+", type=float, default=[0.8, 0.6])
+    parser.add_argument("--tokens", type=int, default=131_072, help="of calibration")
     parser.add_argument("--limit", type=int, default=200, help="questions of each task")
     parser.add_argument("--against", default="kvprune best", choices=METHODS, metavar="NAME")
     parser.add_argument("--table", type=Path, help="write the table here, and its data beside it as .json")
@@ -185,25 +203,30 @@ def main() -> None:
     if not os.environ.get("KVPRUNE_DATA"):
         raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2, LAMBADA and tasks")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    bench = Bench(arguments.runs.resolve(), Path(os.environ["KVPRUNE_DATA"]).resolve(), arguments.limit)
+    bench = Bench(
+        arguments.runs.resolve(), Path(os.environ["KVPRUNE_DATA"]).resolve(), arguments.limit, arguments.tokens
+    )
     into = arguments.table.resolve() if arguments.table else None
     os.chdir(bench.data)  # its task files name their data from there
-    kept = bench.runs / ("tune.json" if arguments.tune else f"results-{arguments.limit}.json")
+    kept = bench.runs / (
+        f"tune-{arguments.tokens}.json" if arguments.tune else f"results-{arguments.tokens}-{arguments.limit}.json"
+    )
     results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
     judge = _tuning(bench) if arguments.tune else _judging(bench)
     cells = [("dense", 1.0), *((name, keep) for keep in arguments.keep for name in arguments.methods)]
     for name, keep in cells:
         key = f"{name} {keep:g}"
         if key not in results:
-            if name in METHODS and not METHODS[name].peer:
-                bench.calibrated(METHODS[name])  # which methods share: not in their time
+            method = _method(name)
+            if method and not method.peer:
+                bench.calibrated(method)  # which methods share: not in their time
             started = time.perf_counter()
-            model = bench.dense.load("auto", "cpu") if name == "dense" else bench.slim(METHODS[name], keep)
+            model = bench.slim(method, keep) if method else bench.dense.load("auto", "cpu")
             made = time.perf_counter()
             found = judge(model, key)
             results[key] = {
                 **found,
-                "kind": METHODS[name].kind if name in METHODS else "",
+                "kind": method.kind if method else "",
                 "seconds": {"make": round(made - started), "judge": round(time.perf_counter() - made)},
             }
             write_json(kept, results)

@@ -23,7 +23,7 @@ LAMBADA_TEXTS = 400
 class Tests:
     """What models are judged by."""
 
-    wikitext: list[list[int]]  # pages of WikiText-2 test
+    wikitext: list[list[int]]  # the first tokens of each page of WikiText-2 test
     lambada: list[list[int]]  # texts of LAMBADA
     running: dict[str, list[list[int]]]  # the first windows of either, end to end
     judge: evaluating.Judge
@@ -49,7 +49,7 @@ def open_tests(data: Path, tokenizer: Any, limit: int) -> Tests:
         tasks=["local_piqa", "local_arc_easy", "local_lambada"], limit=limit, include_path=str(data / "tasks")
     )
     judge = evaluating.Judge(section, tokenizer, evaluating.task_manager(section), 8)
-    return Tests([ids(page) for page in pages], [ids(text) for text in texts], running, judge)
+    return Tests([ids(page)[:WINDOW] for page in pages], [ids(text)[:WINDOW] for text in texts], running, judge)
 
 
 def _lines(file: Path) -> list[str]:

@@ -18,7 +18,7 @@ ROOMS = [
     ["recipe", "artifacts", "card"],
     ["sources", "ffn"],
     ["dense", "staleness"],
-    ["config", "reading"],
+    ["config", "exported", "reading", "teaching"],
     ["stages"],
     ["results"],
     ["preflight"],
@@ -28,7 +28,7 @@ ROOMS = [
     ["inspecting", "sweeping", "comparing", "publishing", "reproducing"],
     ["cli"],
 ]
-INSIDE = {"sources", "ffn", "pages", "reading", "results"}
+INSIDE = {"sources", "ffn", "pages", "reading", "teaching", "results"}
 
 
 def room_of(name: str) -> str:

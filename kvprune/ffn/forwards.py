@@ -93,7 +93,7 @@ def empty(model: Any, layout: Layout) -> dict[str, FfnStats]:
 
 
 @contextmanager
-def saved_when_stopped(save: Callable[[], None]) -> Iterator[Callable[[], Any]]:
+def saved_when_stopped(save: Callable[[], None], seconds: float = SECONDS_BETWEEN_SAVES) -> Iterator[Callable[[], Any]]:
     """Save now and then, and on Ctrl-C and SIGTERM: a stop waits for the batch in hand, which is counted whole."""
     stopped: list[int] = []
     saved = time.monotonic()
@@ -102,7 +102,7 @@ def saved_when_stopped(save: Callable[[], None]) -> Iterator[Callable[[], Any]]:
     def tick() -> Iterator[None]:
         nonlocal saved
         yield
-        if stopped or time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+        if stopped or time.monotonic() - saved > seconds:
             save()
             saved = time.monotonic()
         if stopped:

@@ -90,5 +90,5 @@ def _widths(run: RunFolder) -> list[dict[str, Any]]:
 
 def _digests(run: RunFolder) -> dict[str, str]:
     """SHA-256 of the artifacts that there are."""
-    files = (run.recipe, run.stats, run.plan, run.values, run.model / "kvprune.json", run.results)
+    files = (run.recipe, run.stats, run.plan, run.values, run.model / "kvprune.json", run.recovered, run.results)
     return {file.relative_to(run.path).as_posix(): digest(file) for file in files if file.is_file()}

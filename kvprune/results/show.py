@@ -10,7 +10,7 @@ from kvprune.errors import KvpruneError
 from kvprune.ffn.stats import FfnStats, fire_rate, read_stats
 from kvprune.reading.firing import grouped
 from kvprune.recipe import dump_recipe
-from kvprune.results.table import budget_table, grid, refit_table, results_table, width_lines
+from kvprune.results.table import budget_table, grid, recovery_text, refit_table, results_table, width_lines
 from kvprune.schema import Recipe
 from kvprune.staleness import StageState, artifact
 
@@ -62,6 +62,8 @@ def describe(run: RunFolder, recipe: Recipe, states: dict[str, StageState]) -> d
         about["refit"] = read_meta(run.values)["ffns"]
     if artifact(run, "export").is_file():
         about["checkpoint"] = {"path": str(run.model), "verified": read_json(run.model / "kvprune.json")["verified"]}
+    if recipe.recover.method != "none" and artifact(run, "recover").is_file():
+        about["recover"] = {key: value for key, value in read_json(run.recovered).items() if key != "provenance"}
     if artifact(run, "evaluate").is_file():
         about["results"] = read_json(run.results)
     return about
@@ -111,6 +113,8 @@ def render(about: dict[str, Any]) -> str:
         parts += ["", refit_table(about["refit"])]
     if "checkpoint" in about:
         parts += ["", f"checkpoint {about['checkpoint']['path']}"]
+    if "recover" in about:
+        parts += ["", recovery_text(about["recover"])]
     if "results" in about:
         parts += ["", results_table(about["results"])]
     return "\n".join(parts)

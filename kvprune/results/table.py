@@ -1,5 +1,6 @@
 """The tables that people read: dense against slim, and budgets."""
 
+import math
 from typing import Any
 
 from kvprune.artifacts import UNITS
@@ -58,6 +59,24 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
         before, after = mean_errors(members)
         rows.append([name, f"{before:.4f}", f"{after:.4f}", *ridge_words(members)])
     return grid(rows)
+
+
+def recovery_text(report: dict[str, Any]) -> str:
+    """What a recovery took and gave, on held-out texts: the distance from the dense model, and perplexities."""
+    first, best = (next(look["texts"] for look in report["looks"] if look["step"] == at) for at in (0, report["best"]))
+    rows = [["recover, on held-out text", "KL before", "after", "perplexity dense", "before", "after"]]
+    for name, before in first.items():
+        losses = [f"{seen['loss']:.4f}" for seen in (before, best[name])]
+        words = (before["dense"], before["slim"], best[name]["slim"])
+        rows.append([name, *losses, *(f"{math.exp(loss):.4g}" for loss in words)])
+    took = f"{report['tokens']:,} tokens in {report['seconds'] / 60:.1f} min, {report['learning']:,} parameters learned"
+    ended = f"; stopped early: {report['stopped']}" if report["stopped"] else ""
+    kept = (
+        f"step {report['best']} of {report['steps']} stays"
+        if report["improved"]
+        else "no point was better than before: the checkpoint stays as it was"
+    )
+    return f"{grid(rows)}\n{took}; {kept}{ended}"
 
 
 def ridge_words(members: list[dict[str, Any]]) -> tuple[str, str]:

@@ -32,6 +32,8 @@ PIECE = 2**20  # characters tokenised at once, so that a huge document is not to
 Document = str | list[dict[str, str]]  # a text, or the messages of a chat
 T = TypeVar("T")  # a token: its id, or the id with more of it
 TASK_TEXT = "builtin-task"  # what the builtin task judges on: not for calibration, if the judgement is to mean much
+HELD_TEXT = "builtin-held-out"  # more of the same, which no task judges on
+BUILTINS = ("builtin", TASK_TEXT, HELD_TEXT, "self")
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
@@ -107,8 +109,9 @@ def text_fingerprint(sources: list[TextSource]) -> dict[str, Any]:
 
 def _fingerprint(source: TextSource) -> Any:
     kind, path = _kind(source), Path(source.source)
-    if kind in ("builtin", TASK_TEXT, "datasets", "self"):
-        return {"builtin": digest(BUILTIN_TEXT), TASK_TEXT: platform.python_version()}.get(kind)
+    if kind in (*BUILTINS, "datasets"):
+        python = platform.python_version()
+        return {"builtin": digest(BUILTIN_TEXT), TASK_TEXT: python, HELD_TEXT: python}.get(kind)
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     base = path if path.is_dir() else path.parent
     found = [file for file in files if file.is_file()]
@@ -209,7 +212,7 @@ def check_text(source: TextSource) -> None:
         raise KvpruneError(
             f"calibrate.text: config and split are for a data set of the Hub, and {source.source} is not one"
         )
-    if kind in ("builtin", TASK_TEXT, "txt", "self") and source.field is not None:
+    if kind in (*BUILTINS, "txt") and source.field is not None:
         raise KvpruneError(f"calibrate.text.field: {source.source} has no fields; remove it")
     there = os.path.exists(path) if kind == "txt" else os.path.isfile(path)  # noqa: PTH110, PTH113
     if kind in ("jsonl", "parquet", "txt") and not there:
@@ -229,9 +232,10 @@ def named_documents(source: TextSource, seed: int) -> Iterator[tuple[str, Docume
     match _kind(source):
         case "builtin":
             yield from _shuffled(list(_rows(_jsonl(BUILTIN_TEXT), "builtin", "text")), seed)
-        case "builtin-task":
-            texts = importlib.import_module("kvprune.data.tasks.builtin_text").load()["test"]
-            yield from _shuffled(list(_rows(enumerate(texts, 1), TASK_TEXT, "text")), seed)
+        case "builtin-task" | "builtin-held-out" as name:
+            text = importlib.import_module("kvprune.data.tasks.builtin_text")
+            some = text.load()["test"] if name == TASK_TEXT else text.held_out()
+            yield from _shuffled(list(_rows(enumerate(some, 1), name, "text")), seed)
         case "jsonl":
             yield from _shuffled(list(_rows(_jsonl(path), str(path), source.field)), seed)
         case "parquet":
@@ -246,7 +250,7 @@ def named_documents(source: TextSource, seed: int) -> Iterator[tuple[str, Docume
 
 def _kind(source: TextSource) -> str:
     path = Path(source.source)
-    if source.source in ("builtin", TASK_TEXT, "self"):
+    if source.source in BUILTINS:
         return source.source
     if path.suffix in (".jsonl", ".txt", ".parquet"):
         return path.suffix[1:]

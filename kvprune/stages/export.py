@@ -18,18 +18,24 @@ from kvprune.artifacts import (
     RunFolder,
     Size,
     digest,
-    file_names,
     fsync,
     provenance,
-    read_json,
     read_meta,
-    write_json,
     write_text,
 )
-from kvprune.card import model_card
 from kvprune.config import needs_code, write_config
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
+from kvprune.exported import (
+    LOGIT_TOKENS,
+    LOGIT_TOLERANCE,
+    as_words,
+    check_replaceable,
+    clean_up,
+    finish,
+    logits,
+    public_recipe,
+)
 from kvprune.ffn.checkpoint import (
     INDEX,
     Added,
@@ -49,7 +55,7 @@ from kvprune.ffn.stored import Kept, make_cuts, stored_pieces, stored_shape
 from kvprune.ffn.watching import as_rows, value_rows
 from kvprune.progress import log, progress
 from kvprune.schema import Recipe
-from kvprune.sources.models import ModelSource, load_config, load_model, load_tokenizer
+from kvprune.sources.models import load_config, load_model, load_tokenizer
 
 # What goes along with the weights. Everything else stays: above all, other copies of the dense weights.
 CARRIED = (
@@ -57,9 +63,6 @@ CARRIED = (
     "merges.txt", "*.tiktoken", "chat_template.*", "additional_chat_templates", "generation_config.json",
     "*processor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-WORDS = {2: torch.int16, 4: torch.int32}  # what float tensors of so many bytes an element are seen as
-LOGIT_TOKENS = 64
-LOGIT_TOLERANCE = 1e-4  # of the largest logit, in float32
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,6 @@ def make_changes(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> dict[st
         weight = dense.entries(f"{name.removesuffix('.bias')}.weight")[0]
         changes[f"{weight.name.removesuffix('.weight')}.bias"] = Added(as_words(tensor), weight.dtype, weight.file)
     return changes
-
-
-def as_words(tensor: Tensor) -> Any:
-    """A float tensor's elements as unsigned integers of their size."""
-    size = tensor.element_size()
-    return tensor.contiguous().view(WORDS[size]).numpy().view(f"<u{size}")
 
 
 def _put_change(changes: dict[str, Change], dense: Dense, name: str, expert: int | None, words: Any) -> None:
@@ -172,8 +169,8 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
     All is written and verified under a temporary name and moved into place at the end. Raises KvpruneError where
     `model/` is not kvprune's own, where the disk is full, or where the result is not exactly what it should be.
     """
-    _clean_up(run)
-    _check_replaceable(run.model)
+    clean_up(run)
+    check_replaceable(run.model)
     source, values = dense.source, refitted[0] if refitted else {}
     changes = make_changes(dense, plan, values)
     part = run.path / f".model.{os.getpid()}.tmp"
@@ -205,11 +202,7 @@ def export(recipe: Recipe, dense: Dense, plan: Plan, refitted: Refitted | None, 
             trust_remote_code=needs_code(plan, dense),
             loads=plan.loads,
         )
-        files = {name: (part / name).stat().st_size for name in file_names(part)}
-        write_text(part / "README.md", model_card(about, part))  # it may be edited: only its digest is kept
-        digests = {name: digest(part / name) for name in file_names(part)}
-        write_json(part / "kvprune.json", {**about, "files": files, "digests": digests})
-        _move_into_place(part, run.model)
+        finish(part, run.model, about)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return verified
@@ -229,46 +222,6 @@ def calibration(run: RunFolder) -> dict[str, Any] | None:
     }
 
 
-def _clean_up(run: RunFolder) -> None:
-    """Mend what a killed export left: half a checkpoint goes, a whole one that was being replaced comes back."""
-    for left in run.path.glob(".model.*.old"):
-        if run.model.exists():
-            shutil.rmtree(left)
-        else:
-            left.rename(run.model)
-    for left in run.path.glob(".model.*.tmp"):
-        shutil.rmtree(left)
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder that is not an export of kvprune, or in which the user keeps or changed something."""
-    if not folder.exists():
-        return
-    about = folder / "kvprune.json"
-    way_out = "move it away or choose another run folder"
-    if not about.is_file():
-        raise KvpruneError(f"{folder}: exists and is not an export of kvprune; {way_out}")
-    sizes = {"kvprune.json": None, "README.md": None, **read_json(about).get("files", {})}
-    for name in file_names(folder):
-        if name not in sizes:
-            raise KvpruneError(f"{folder}: holds {name}, which is not of the export; {way_out}")
-        if name.endswith(".safetensors") and (folder / name).stat().st_size != sizes[name]:
-            raise KvpruneError(f"{folder}: holds {name}, which has changed since the export; {way_out}")
-
-
-def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
-    """The recipe as it is published: a local path is no use to others and is cut to its last part."""
-    data = recipe.model_dump(mode="json")
-    if Path(recipe.model).exists():
-        data["model"] = source.title
-    for text in data["calibrate"]["text"]:
-        if Path(text["source"]).exists():
-            text["source"] = Path(text["source"]).name
-    if data["evaluate"]["include_path"]:
-        data["evaluate"]["include_path"] = Path(data["evaluate"]["include_path"]).name
-    return data
-
-
 def carry_over(dense: Dense, target: Path) -> None:
     """Copy what goes along with the weights into `target`, and the card as BASE_README.md."""
     folder = dense.source.folder
@@ -280,18 +233,6 @@ def carry_over(dense: Dense, target: Path) -> None:
             shutil.copyfile(item, target / item.name)
     if (folder / "README.md").is_file():
         shutil.copyfile(folder / "README.md", target / "BASE_README.md")
-
-
-def _move_into_place(part: Path, target: Path) -> None:
-    for item in part.iterdir():
-        if item.is_file():
-            fsync(item)
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        target.rename(old)
-    part.rename(target)
-    fsync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) -> Verified:
@@ -314,7 +255,7 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
         if info[kind]:
             first = sorted(map(str, info[kind]))[:3]
             raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {first}")
-    distance = float((_logits(model) - expected).abs().max() / expected.abs().max())
+    distance = float((logits(model) - expected).abs().max() / expected.abs().max())
     if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
             f"export: the slim model's logits differ from the masked dense model's by {distance:.1e} of the largest, "
@@ -335,23 +276,12 @@ def _check_shapes(dense: Dense, slim: Checkpoint, folder: Path, added: set[str],
         raise KvpruneError(f"export: the slim config and weights do not fit each other: {(wrong or ['names'])[0]}")
 
 
-@torch.inference_mode()
-def _logits(model: Any) -> Tensor:
-    """Logits `[1, LOGIT_TOKENS, vocabulary]` on tokens that are the same for every model of this vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(
-        0, model.config.get_text_config(decoder=True).vocab_size, (1, LOGIT_TOKENS), generator=generator
-    )
-    logits: Tensor = model(tokens, use_cache=False).logits
-    return logits
-
-
 def _masked_logits(dense: Dense, plan: Plan, values: dict[str, Tensor]) -> tuple[Tensor, set[str]]:
     """The dense model's float32 logits with the coefficients of removed slots set to zero, and keys that it ignores."""
     model, info = dense.load_with_report("float32", "cpu")
     mask_slots(model, dense.layout, plan)
     put_values(model, dense.layout, plan, values)
-    return _logits(model), set(info["unexpected_keys"])
+    return logits(model), set(info["unexpected_keys"])
 
 
 @torch.no_grad()

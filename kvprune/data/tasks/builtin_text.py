@@ -14,6 +14,11 @@ def load(**_: Any) -> dict[str, Dataset]:
     return {"test": Dataset.from_list([{"text": text} for text in documents()[:DOCUMENTS]])}
 
 
+def held_out() -> list[dict[str, str]]:
+    """The documents that the task leaves."""
+    return [{"text": text} for text in documents()[DOCUMENTS:]]
+
+
 def documents() -> list[str]:
     """Paragraphs of all topics, each once, joined up to DOCUMENT_CHARACTERS; a longer one is cut there."""
     seen: set[str] = set()

@@ -1,0 +1,256 @@
+"""Recover: the dense model teaches the slim one, and what it has learned replaces its weights in `model/`.
+
+The point of training with the lowest loss on held-out texts stays; where none is lower than before, `model/` stays.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from kvprune.artifacts import RunFolder, digest, fsync, provenance, read_json, write_json
+from kvprune.dense import STORED, Dense
+from kvprune.errors import KvpruneError
+from kvprune.exported import LOGIT_TOLERANCE, as_words, check_replaceable, clean_up, finish, logits, public_recipe
+from kvprune.ffn.checkpoint import (
+    INDEX,
+    Change,
+    Checkpoint,
+    Replaced,
+    changed_entries,
+    find_difference,
+    open_checkpoint,
+    write_cut_file,
+)
+from kvprune.ffn.fields import meta_model
+from kvprune.ffn.stored import stored_pieces
+from kvprune.progress import log
+from kvprune.recipe import stage_recipe
+from kvprune.schema import Recipe
+from kvprune.sources.models import load_model
+from kvprune.sources.texts import text_fingerprint, token_digest
+from kvprune.teaching.kept import Kept
+from kvprune.teaching.students import changed_weights, make_student, merged, put, with_adapters
+from kvprune.teaching.training import Course, Curve, teach
+
+TOLD = ("tokens", "seconds", "best", "steps", "learning", "looks")  # of the report, in kvprune.json
+NOT_CARRIED = ("README.md", "kvprune.json", INDEX)  # written anew
+
+
+def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust: bool) -> dict[str, Any]:
+    """Train the exported model of a run by `course`, write what came of it, and return what is to be said of that.
+
+    `trust` lets the slim model's own code run. Where a training like this was stopped, it goes on. Raises KvpruneError
+    where the loss is not finite or diverges before anything was gained, and `model/` stays as it is.
+    """
+    about = describe(recipe, course, run)
+    kept = Kept(run.recovering, about)
+    curve, learned = _learn(recipe, dense, course, run, trust, kept)
+    report = {
+        "provenance": about,
+        "improved": curve.best > 0,
+        "best": curve.best,
+        "steps": course.steps,
+        "tokens": len(curve.losses) * course.section.batch_tokens,
+        "seconds": round(curve.seconds),
+        "learning": learned.elements,
+        "stopped": curve.stopped,
+        "looks": curve.looks,
+        "losses": curve.losses,
+    }
+    if course.ranks.first:
+        _settle(recipe, dense, run, kept, report, learned.names, trust)
+    return report
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Which parameters were trained, adapters themselves, and how many elements they have."""
+
+    names: tuple[str, ...]
+    elements: int
+
+
+def _learn(
+    recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust: bool, kept: Kept
+) -> tuple[Curve, Learned]:
+    """Train. Both models are gone when it is done."""
+    teacher = dense.load(course.dtype, course.device).requires_grad_(requires_grad=False)
+    model, _ = load_model(run.model, dtype=course.dtype, device=course.device, trust_remote_code=trust)
+    if (mine := model.config.get_text_config(decoder=True).vocab_size) != dense.text_config.vocab_size:
+        raise KvpruneError(
+            f"{run.model}: has {mine} words in its vocabulary and its teacher {dense.source.title} "
+            f"{dense.text_config.vocab_size}: nothing can be taught between them"
+        )
+    student = make_student(model, dense.layout, recipe.recover, teacher if course.shared else None)
+    there = dict(student.model.named_parameters())
+    learned = Learned(student.trained, sum(there[name].numel() for name in student.trained))
+    log.info(
+        "recover: %s parameters learn; %s bytes are held once for both models",
+        f"{learned.elements:,}",
+        f"{student.shared:,}",
+    )
+    return teach(student, teacher, course, kept), learned
+
+
+def describe(recipe: Recipe, course: Course, run: RunFolder) -> dict[str, Any]:
+    """The provenance of a recovery."""
+    section = recipe.recover
+    return provenance(
+        "recovery",
+        stage_recipe(recipe, "recover"),
+        {
+            "exported": read_json(run.model / "kvprune.json")["inputs"],
+            "text": text_fingerprint([*(section.text or ()), *(section.held_out or ())]),
+            "tokens": token_digest(course.tokens),
+        },
+        run={
+            "device": course.device.partition(":")[0],
+            "dtype": course.dtype,
+            "batch_size": course.batch_size,
+            "processes": course.ranks.count,
+        },
+    )
+
+
+def _settle(
+    recipe: Recipe,
+    dense: Dense,
+    run: RunFolder,
+    kept: Kept,
+    report: dict[str, Any],
+    names: tuple[str, ...],
+    trust: bool,
+) -> None:
+    """Write the best point into `model/`, or leave that as it is, and the report."""
+    if report["stopped"]:
+        log.warning("recover: stopped: %s", report["stopped"])
+    if report["improved"]:
+        _write_model(recipe, dense, run, kept, report, names, trust)
+    elif report["stopped"]:
+        kept.clear()
+        raise KvpruneError(
+            f"recover: {report['stopped']}, and nothing was gained before: {run.model} stays as it was; lower "
+            f"recover.learning_rate ({recipe.recover.learning_rate:g})"
+        )
+    else:
+        log.warning("recover: no point of the training was better on held-out text: %s stays as it was", run.model)
+        write_json(run.recovered, report)
+    kept.clear()
+
+
+def _write_model(
+    recipe: Recipe,
+    dense: Dense,
+    run: RunFolder,
+    kept: Kept,
+    report: dict[str, Any],
+    names: tuple[str, ...],
+    trust: bool,
+) -> None:
+    """Put the trained weights in place of those in `model/`, all else as it is; verified before it is moved there."""
+    found = kept.read("best")
+    if found is None:
+        raise KvpruneError(f"{kept.folder}: the best point is gone; run: kvprune recover {run.path}")
+    clean_up(run)
+    check_replaceable(run.model)
+    before = open_checkpoint(run.model)
+    part = run.path / f".model.{os.getpid()}.tmp"
+    try:
+        part.mkdir()
+        model, _ = load_model(run.model, dtype="auto", device="cpu", trust_remote_code=trust)
+        if recipe.recover.train == "lora":
+            model = with_adapters(model, dense.layout, recipe.recover)
+        put(model, found[0])
+        model = merged(model)
+        changes = _changes(before, model, changed_weights(names), part / ".saved", trust)
+        for file in before.files:
+            write_cut_file(before.folder / file, changed_entries(before, changes, file), changes, part / file)
+            fsync(part / file)
+        _carry(run.model, part, before)
+        verified = _verify(before, changes, model, part, trust)
+        write_json(run.recovered, report)
+        about = read_json(run.model / "kvprune.json")
+        own = ("files", "digests")
+        finish(
+            part,
+            run.model,
+            {key: value for key, value in about.items() if key not in own}
+            | {
+                "recipe": public_recipe(recipe, dense.source),
+                "verified": verified,
+                "recover": {
+                    "report": digest(run.recovered),
+                    **{key: report[key] for key in ("tokens", "seconds", "best", "steps", "learning", "looks")},
+                    "run": report["provenance"]["run"],
+                    "token_digest": report["provenance"]["inputs"]["tokens"],
+                },
+            },
+        )
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _changes(before: Checkpoint, model: Any, names: list[str], scratch: Path, trust: bool) -> dict[str, Change]:
+    """What `names` of the model are on disk now; transformers itself says how it stores them."""
+    pieces = stored_pieces(before, meta_model(model.config, trust_remote_code=trust))
+    if lost := [name for name in names if name not in pieces]:
+        raise KvpruneError(f"recover: {lost[0]} is stored in a form that cannot be written back; train other parts")
+    disks = dict.fromkeys(piece.disk for name in names for piece in pieces[name])
+    model.save_pretrained(scratch)
+    saved = open_checkpoint(scratch)
+    changes: dict[str, Change] = {}
+    try:
+        for file in saved.files:
+            with safe_open(scratch / file, framework="pt") as tensors:
+                for disk in disks:
+                    if disk in saved.tensors and saved.tensors[disk].file == file:
+                        kind = getattr(torch, STORED[before.tensors[disk].dtype])
+                        changes[disk] = Replaced(as_words(tensors.get_tensor(disk).to(kind)))
+    finally:
+        shutil.rmtree(scratch)
+    wrong = [
+        disk
+        for disk in disks
+        if disk not in changes or changes[disk].shape(before.tensors[disk]) != before.tensors[disk].shape
+    ]
+    if wrong:
+        raise KvpruneError(f"recover: transformers stores {wrong[0]} in another form than it was; train other parts")
+    return changes
+
+
+def _carry(source: Path, target: Path, weights: Checkpoint) -> None:
+    """Copy all but the weights, and what is written anew."""
+    for item in source.iterdir():
+        if item.is_dir():
+            shutil.copytree(item, target / item.name)
+        elif item.name not in weights.files and (item.name not in NOT_CARRIED or item.name == INDEX):
+            shutil.copyfile(item, target / item.name)
+
+
+def _verify(before: Checkpoint, changes: dict[str, Change], model: Any, part: Path, trust: bool) -> dict[str, Any]:
+    """Prove that `part` holds the trained model and that stock transformers loads it, and say how."""
+    after = open_checkpoint(part)
+    if (difference := find_difference(before, changes, after)) is not None:
+        raise KvpruneError(f"recover: the written checkpoint is wrong: {difference}")
+    loaded, info = load_model(part, dtype="float32", device="cpu", trust_remote_code=trust)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise KvpruneError(f"recover: the trained checkpoint loads with {kind}: {sorted(map(str, info[kind]))[:3]}")
+    expected = logits(model.float())
+    distance = float((logits(loaded) - expected).abs().max() / expected.abs().max())
+    if not distance <= LOGIT_TOLERANCE:
+        raise KvpruneError(
+            f"recover: the written model's logits differ from the trained one's by {distance:.1e} of the largest, and "
+            f"{LOGIT_TOLERANCE:.0e} is allowed"
+        )
+    return {
+        "tensors": len(after.tensors),
+        "loads": f"AutoModelForCausalLM as {type(loaded).__name__}",
+        "logit_difference": distance,
+        "note": "",
+    }

@@ -1,0 +1,304 @@
+"""The training itself, on accelerate: one process, several by DDP, or FSDP, as the launcher says.
+
+Of a step's sequences every process takes its share, in equal micro-batches, so that the gradient is the mean over all
+tokens of the step however they are split. Losses on held-out text before, during and after choose the point that stays.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kvprune.errors import KvpruneError
+from kvprune.ffn.forwards import saved_when_stopped
+from kvprune.progress import advancing, log
+from kvprune.ranks import Ranks
+from kvprune.schema import Recover
+from kvprune.teaching.kept import Kept
+from kvprune.teaching.pair import Pair
+from kvprune.teaching.students import Student
+
+BETAS = (0.9, 0.95)
+WARM_UP = 5  # steps
+LARGEST_NORM = 1.0  # of a gradient: longer ones are cut to it
+LOOKS = 4  # at held-out text while it trains, the last of them at the end
+SECONDS_BETWEEN_SAVES = 180.0
+DIVERGED = 2.0  # the loss of the last steps over that of the first ones
+FEW = 5  # how many steps that is
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is taught, and how it is run."""
+
+    section: Recover
+    tokens: Tensor  # int64 [sequences, tokens], whole steps of them, in the order of training
+    held: dict[str, Tensor]  # int64 [sequences, tokens] of each held-out text
+    dtype: str  # float32; or bfloat16, in which products are taken, and all is held that does not learn
+    batch_size: int  # sequences at once, at most
+    device: str
+    ranks: Ranks
+    checkpointing: bool = False
+    shared: bool = True  # whether student and teacher may hold tensors together
+
+    @property
+    def per_step(self) -> int:
+        """Sequences."""
+        return self.section.batch_tokens // self.section.sequence_length
+
+    @property
+    def steps(self) -> int:
+        return len(self.tokens) // self.per_step
+
+
+@dataclass
+class Curve:
+    """How a training went: a loss for every step, in nats a token, and looks at the held-out texts."""
+
+    losses: list[float] = field(default_factory=list)
+    looks: list[dict[str, Any]] = field(default_factory=list)  # step, and what `Seen` says of each text
+    seconds: float = 0.0
+    stopped: str = ""  # why it ended early
+
+    @property
+    def best(self) -> int:
+        """The step of the look with the lowest mean loss over the texts; 0 is before training."""
+        return int(min(self.looks, key=_mean_loss)["step"])
+
+
+def _mean_loss(look: dict[str, Any]) -> float:
+    mean = math.fsum(seen["loss"] for seen in look["texts"].values()) / len(look["texts"])
+    return mean if math.isfinite(mean) else math.inf
+
+
+def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> Curve:
+    """Train the `student`. What it knew at its best is in `kept`, unless that was before training."""
+    work = _open(student, teacher, course, kept)
+    curve = _resumed(work) or Curve()
+    started = time.monotonic() - curve.seconds
+    total, done = course.tokens.numel(), len(curve.losses)
+
+    def save() -> None:
+        curve.seconds = time.monotonic() - started
+        _keep(work, "last", curve)
+
+    if not curve.looks:
+        _look(work, curve)
+    with (
+        advancing(total=total - done * course.section.batch_tokens, label="recover", unit="tokens") as advance,
+        _saving(save, course.ranks) as tick,
+    ):
+        for step in range(done, course.steps):
+            if curve.stopped:
+                break
+            with tick():
+                loss = _step(work, step)
+                curve.losses.append(loss)
+                curve.stopped = _trouble(curve.losses)
+                if not curve.stopped and _is_time(step + 1, course.steps):
+                    _look(work, curve)
+            advance(course.section.batch_tokens, f"loss {loss:.4f}")
+    save()
+    return curve
+
+
+@dataclass(frozen=True)
+class _Work:
+    course: Course
+    accelerator: Accelerator
+    pair: Any
+    optimizer: Any
+    learning: dict[str, nn.Parameter]
+    kept: Kept
+    has_teacher: bool
+
+
+def _open(student: Student, teacher: Any | None, course: Course, kept: Kept) -> _Work:
+    count = course.ranks.count
+    if course.per_step % count:
+        raise KvpruneError(
+            f"recover.batch_tokens: {course.section.batch_tokens} are {course.per_step} sequences, and {count} "
+            "processes cannot share them alike; choose a multiple"
+        )
+    if course.checkpointing:
+        _checkpoint(student.model)
+    accelerator = Accelerator(
+        cpu=course.device == "cpu",
+        mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
+        gradient_accumulation_steps=course.per_step // count // _micro(course),
+    )
+    pair = Pair(student.model, teacher, course.section.hidden)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in pair.parameters() if parameter.requires_grad],
+        lr=course.section.learning_rate,
+        betas=BETAS,
+        weight_decay=0.0,
+    )
+    prepared, optimizer = accelerator.prepare(pair, optimizer)
+    there = dict(accelerator.unwrap_model(prepared).student.named_parameters())
+    return _Work(
+        course,
+        accelerator,
+        prepared,
+        optimizer,
+        {name: there[name] for name in student.trained},
+        kept,
+        teacher is not None,
+    )
+
+
+def _checkpoint(model: Any) -> None:
+    """Keep only what goes into a layer, and run it again backwards. Dropout, which comes with train(), stays off."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def _micro(course: Course) -> int:
+    """Sequences at once: as many as allowed that divide a process's share of a step."""
+    share = course.per_step // course.ranks.count
+    return max(size for size in range(1, share + 1) if share % size == 0 and size <= max(course.batch_size, 1))
+
+
+def _step(work: _Work, step: int) -> float:
+    """One step. Returns its loss, the mean over its tokens on all processes."""
+    course = work.course
+    rows = course.tokens[step * course.per_step : (step + 1) * course.per_step]
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in torch.split(rows[course.ranks.rank :: course.ranks.count], _micro(course)):
+        with work.accelerator.accumulate(work.pair):
+            loss = work.pair(batch.to(work.accelerator.device))
+            work.accelerator.backward(loss / batch.numel())
+        total += loss.detach().double().cpu()
+    for group in work.optimizer.param_groups:
+        group["lr"] = course.section.learning_rate * _share_of_rate(step, course.steps)
+    work.accelerator.clip_grad_norm_(work.learning.values(), LARGEST_NORM)
+    work.optimizer.step()
+    work.optimizer.zero_grad()
+    course.ranks.sum(total)
+    return float(total) / rows.numel()
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    """Up over the first steps, and down along half a cosine."""
+    return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _trouble(losses: list[float]) -> str:
+    """Why the training has to stop, or ""."""
+    if not math.isfinite(losses[-1]):
+        return f"the loss of step {len(losses)} is not finite"
+    first, last = (math.fsum(some) / FEW for some in (losses[:FEW], losses[-FEW:]))
+    if len(losses) >= 2 * FEW and last > DIVERGED * first:
+        return f"the loss diverges: {first:.3g} in the first {FEW} steps, {last:.3g} up to step {len(losses)}"
+    return ""
+
+
+def _is_time(step: int, steps: int) -> bool:
+    return step in {round(steps * part / LOOKS) for part in range(1, LOOKS + 1)}
+
+
+def _look(work: _Work, curve: Curve) -> None:
+    """Measure the losses on the held-out texts, and keep the student where it was never better."""
+    step = len(curve.losses)
+    texts = {name: _seen(work, tokens) for name, tokens in work.course.held.items()}
+    curve.looks.append({"step": step, "texts": texts})
+    before = curve.looks[0]["texts"]
+    told = ", ".join(f"{name} {seen['loss']:.4f} (at first {before[name]['loss']:.4f})" for name, seen in texts.items())
+    log.info("recover: step %d of %d: held-out loss: %s", step, work.course.steps, told)
+    if step and curve.best == step:
+        _keep(work, "best", curve)
+
+
+@torch.no_grad()
+def _seen(work: _Work, tokens: Tensor) -> dict[str, float]:
+    """On `tokens` `[sequences, tokens]`: the loss that is trained, and how well slim and dense predict the text.
+
+    In nats a token, predicted ones for a text.
+    """
+    ranks, total = work.course.ranks, torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(tokens), ranks.count):  # every process runs as often as the others: FSDP waits for all
+        mine = start + ranks.rank
+        found = work.pair(tokens[min(mine, len(tokens) - 1)][None].to(work.accelerator.device), looking=True)
+        total += found.double().cpu() * (mine < len(tokens))
+    ranks.sum(total)
+    loss, slim, dense = (total / len(tokens)).tolist()
+    predicted = tokens.shape[1] - 1
+    taught = tokens.shape[1] if work.has_teacher else predicted
+    return {"loss": loss / taught, "slim": slim / predicted, "dense": dense / predicted}
+
+
+def _keep(work: _Work, name: str, curve: Curve) -> None:
+    """Write what has been learned, as `last` with what the optimizer knows. All processes gather, the first writes."""
+    tensors = {key: _whole(parameter.detach()) for key, parameter in work.learning.items()}
+    if name == "last":
+        for key, parameter in work.learning.items():
+            state = work.optimizer.state.get(parameter, {})
+            tensors |= {f"{key}:{item}": _whole(value) for item, value in state.items()}
+    if work.course.ranks.first:
+        work.kept.save(name, tensors, {"curve": vars(curve)})
+
+
+def _resumed(work: _Work) -> Curve | None:
+    """Put the pair and the optimizer where a training that was stopped left them."""
+    found = work.kept.read("last") if work.course.ranks.first else None
+    about = work.course.ranks.data_of_first(found[1] if found else None)
+    if about is None:
+        return None
+    tensors = found[0] if found else {}
+    names = work.course.ranks.data_of_first(list(tensors))
+    for name in names:
+        tensor = work.course.ranks.tensor_of_first(tensors.get(name))
+        key, _, item = name.partition(":")
+        parameter = work.learning[key]
+        if item:
+            work.optimizer.state[parameter][item] = _like(parameter, tensor) if tensor.ndim else tensor
+        else:
+            with torch.no_grad():
+                parameter.copy_(_like(parameter, tensor))
+    curve = Curve(**about["curve"])
+    log.info("recover: going on after %d of %d steps", len(curve.losses), work.course.steps)
+    return curve
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+
+
+def _like(kind: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, split over the processes and on the device as `kind` is."""
+    if isinstance(kind, DTensor):
+        return distribute_tensor(tensor.to(kind.device), kind.device_mesh, kind.placements)
+    return tensor.to(kind.device)
+
+
+@contextmanager
+def _saving(save: Callable[[], None], ranks: Ranks) -> Iterator[Callable[[], Any]]:
+    """Save every few minutes; alone on Ctrl-C too, after the step in hand."""
+    if ranks.count == 1:
+        with saved_when_stopped(save, SECONDS_BETWEEN_SAVES) as tick:
+            yield tick
+        return
+    saved = time.monotonic()
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        nonlocal saved
+        yield
+        if ranks.data_of_first(time.monotonic() - saved > SECONDS_BETWEEN_SAVES):
+            save()
+            saved = time.monotonic()
+
+    yield together
