@@ -7,7 +7,7 @@ from kvprune import preflight
 from kvprune.artifacts import RunFolder, read_meta
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
-from kvprune.options import Options, prepare
+from kvprune.options import Options, check_recovery, prepare
 from kvprune.ranks import launched
 from kvprune.recipe import load_recipe
 from kvprune.schema import Recipe
@@ -68,10 +68,11 @@ def open_checked(
         check_text(source)
     commit = read_meta(place.stats)["model"]["commit"] if place.stats.is_file() else None  # all stages use the same
     dense = open_dense(recipe.model, commit=commit, trust_remote_code=options.trust_remote_code)
-    most, length = getattr(dense.text_config, "max_position_embeddings", None), recipe.calibrate.sequence_length
-    if most is not None and 0 < most < length:
-        raise KvpruneError(f"calibrate.sequence_length: {length} is over the model's max_position_embeddings {most}")
     states = stage_states(place, recipe)
+    _check_length("calibrate", recipe.calibrate.sequence_length, dense)
+    if recipe.recover.method != "none" and states["recover"].status != "current":
+        _check_length("recover", recipe.recover.sequence_length, dense)
+        check_recovery(recipe, dense, options)
     if budget:
         _check_budget(recipe, place, dense, states)
     if recipe.refit.method != "none":
@@ -83,6 +84,12 @@ def open_checked(
         if states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense
+
+
+def _check_length(section: str, length: int, dense: Dense) -> None:
+    most = getattr(dense.text_config, "max_position_embeddings", None)
+    if most is not None and 0 < most < length:
+        raise KvpruneError(f"{section}.sequence_length: {length} is over the model's max_position_embeddings {most}")
 
 
 def _check_budget(recipe: Recipe, place: RunFolder, dense: Dense, states: dict[str, StageState]) -> None:

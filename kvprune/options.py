@@ -10,12 +10,12 @@ from torch import Tensor
 from kvprune.dense import Dense
 from kvprune.errors import KvpruneError
 from kvprune.ffn.walk import CannotWalkError, Setup, Walker
-from kvprune.preflight import check_memory, check_weights
+from kvprune.preflight import check_memory, check_training, check_weights
 from kvprune.progress import log
-from kvprune.ranks import Ranks, own_device
+from kvprune.ranks import Ranks, launched, own_device
 from kvprune.schema import Recipe
 from kvprune.sources.models import pick_device
-from kvprune.sources.texts import self_share
+from kvprune.sources.texts import check_text, self_share
 from kvprune.teaching.training import Course
 
 
@@ -89,15 +89,36 @@ def make_course(
 ) -> Course:
     """What a recovery teaches `[sequences, tokens]`, and how it runs."""
     device = options.own_device()
-    dtype = dense.run_dtype(recipe.dtype, device)
     return Course(
         section=recipe.recover,
         tokens=tokens,
         held=held,
-        dtype="bfloat16" if dtype == "float16" else dtype,  # whose gradients would vanish
+        dtype=_training_dtype(recipe, dense, device),
         batch_size=options.batch_size,
         device=device,
         ranks=ranks,
         checkpointing=options.checkpointing,
-        shared=os.environ.get("ACCELERATE_USE_FSDP", "false") != "true",  # which splits each model on its own
+        shared=not _splits_models(),
     )
+
+
+def check_recovery(recipe: Recipe, dense: Dense, options: Options) -> None:
+    """Refuse a recovery that cannot be done here, before anything is."""
+    section, device = recipe.recover, options.own_device()
+    for source in (*(section.text or ()), *(section.held_out or ())):
+        check_text(source, "recover")
+    course = make_course(recipe, dense, options, launched(), torch.empty(0), {})
+    course.check()
+    if course.shared:
+        kind = getattr(torch, course.dtype)
+        check_training(dense, section, device, kind, course.micro, whole=not course.checkpointing)
+
+
+def _training_dtype(recipe: Recipe, dense: Dense, device: str) -> str:
+    dtype = dense.run_dtype(recipe.dtype, device)
+    return "bfloat16" if dtype == "float16" else dtype  # whose gradients would vanish
+
+
+def _splits_models() -> bool:
+    """Whether the launcher asks for FSDP, which splits each model on its own."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from kvprune import config as configuring
 from kvprune import preflight
 from kvprune.artifacts import (
@@ -279,7 +281,10 @@ def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, r
                 log.info("recover: model/ was trained by other settings; exporting it anew first")
                 _export(recipe, place, dense, again=True)
             _save_recipe(place, recipe)
-        tokens, held = recovery_tokens(recipe, place, dense, options) if ranks.first else (None, {})
+        tokens, held = None, dict[str, Tensor]()
+        if ranks.first:
+            judged = evaluating.judged_texts(recipe.evaluate, evaluating.task_manager(recipe.evaluate))
+            tokens, held = recovery_tokens(recipe, place, dense, options, judged)
         names = ranks.data_of_first(list(held))
         course = make_course(
             recipe,

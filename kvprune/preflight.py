@@ -17,11 +17,12 @@ from kvprune.ffn.layout import Field, Layout
 from kvprune.ffn.state import kept_bytes
 from kvprune.ffn.walk import Setup
 from kvprune.progress import log
-from kvprune.schema import Recipe
+from kvprune.schema import Recipe, Recover
 
 SPARE_SHARE = 0.5  # of the memory that is left, for Gram matrices of more than one FFN at a time
 STATS_BYTES_PER_SLOT = 33 * 8 + 4 * 8 + 3 * 4  # histogram, float64 sums, float32 maximum and norms
 
+FLOAT32_AND_ADAM = 4 * 4  # bytes a parameter that learns: itself, its gradient, two moments
 TOP_BYTES_PER_SLOT = 10 * (4 + 8) + 4  # ten triggers: a coefficient and a place each; a norm
 
 
@@ -155,6 +156,34 @@ def check_memory(
         f"{what}: {'the model' if whole else 'one layer'} needs about {_gib(needed.least)} ({parts}), and "
         f"{_gib(allowed)} are {'allowed' if limited else 'free'}; {', or '.join(ways)}"
     )
+
+
+def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dtype, micro: int, *, whole: bool) -> None:
+    """Log the memory that a recovery takes, an estimate. Raises KvpruneError, with the knobs, where less is free.
+
+    `micro` sequences run at once; with `whole`, all that a forward makes is kept, else a layer's only.
+    """
+    layout, size = dense.layout, dtype.itemsize
+    hidden, width = max(ffn.hidden for ffn in layout.ffns), layout.widest
+    slots = sum(ffn.width * ffn.params_per_slot for ffn in layout.ffns)
+    values = sum(ffn.width * ffn.hidden for ffn in layout.ffns)
+    learning = {"values": values, "ffn": slots, "all": layout.total_params, "lora": layout.total_params // 50}
+    models = 2 * layout.total_params * size + learning[section.train] * FLOAT32_AND_ADAM
+    layers = (len(layout.layers) if whole else 1) * (16 * hidden + 8 * width) * size + len(
+        layout.layers
+    ) * hidden * size
+    batch = micro * section.sequence_length * (layers + 16 * dense.text_config.vocab_size)
+    free = _free(device)
+    parts = f"two models and what learns {_gib(models)}, a batch of {micro} {_gib(batch)}"
+    log.info("memory on %s: about %s to recover (%s); %s free", device, _gib(models + batch), parts, _gib(free))
+    if models + batch > free:
+        ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
+        ways += ["--checkpointing"] if whole else []
+        ways += ["recover.train values or lora"] if section.train in ("ffn", "all") else []
+        raise KvpruneError(
+            f"{dense.source.title}: a recovery needs about {_gib(models + batch)} on {device} ({parts}), and "
+            f"{_gib(free)} are free; use {', or '.join([*ways, 'a device with more memory'])}"
+        )
 
 
 def check_weights(dense: Dense, setup: Setup, purpose: str) -> None:

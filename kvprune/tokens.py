@@ -1,5 +1,6 @@
 """The tokens that a run counts, from the recipe's text and from samples that the model itself draws."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvprune.options import Options
 from kvprune.progress import log
 from kvprune.schema import Calibrate, Recipe, Recover
 from kvprune.sources.models import load_tokenizer
+from kvprune.sources.overlap import PASSAGE, holds_any, passages
 from kvprune.sources.samples import self_samples
 from kvprune.sources.texts import documents, pack, self_share, sequences, token_digest
 
@@ -29,20 +31,20 @@ def calibration_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: 
 
 
 def recovery_tokens(
-    recipe: Recipe, place: RunFolder, dense: Dense, options: Options
+    recipe: Recipe, place: RunFolder, dense: Dense, options: Options, judged: Iterable[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a recovery trains on `[sequences, sequence_length]`, and held-out tokens by names of texts.
 
-    A few sequences of the training text are held back, and are the first of the held-out texts.
+    A few sequences of the training text are held back, and are the first of the held-out texts. Those that share a
+    passage with what is `judged` on are left out.
     """
     section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     length = section.sequence_length
-    count = section.steps * (section.batch_tokens // length)
     wanted = recovery_section(section)
     try:
         samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
         tokens = sequences(wanted, tokenizer, samples)
-        held = {HELD_BACK: tokens[count:]}
+        tokens, held = tokens[:-HELD_SEQUENCES], {HELD_BACK: tokens[-HELD_SEQUENCES:]}
         for source in section.held_out or ():
             rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
             if not rows:
@@ -52,7 +54,21 @@ def recovery_tokens(
         raise KvpruneError(str(error).replace("calibrate.", "recover.")) from None
     for some in (tokens, *held.values()):
         check_tokens(some, dense.text_config)
-    return tokens[:count], held
+    return _apart(tokens, tokenizer, judged, section.batch_tokens // length), held
+
+
+def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:
+    """The sequences that share no passage with what is judged on, as many as fill whole steps."""
+    known = passages(judged)
+    clean = torch.tensor([not holds_any(text, known) for text in tokenizer.batch_decode(tokens)])
+    if bool(clean.all()):
+        return tokens
+    left = tokens[clean][: int(clean.sum()) // per_step * per_step]
+    found = f"{int((~clean).sum())} of {len(tokens)} sequences share {PASSAGE} words in a row with a task's documents"
+    if not len(left):
+        raise KvpruneError(f"recover.text: {found}, and too few are left: name a text that no task judges on")
+    log.warning("recover: %s and are left out: %s tokens are left", found, f"{left.numel():,}")
+    return left
 
 
 def recovery_section(section: Recover) -> Calibrate:

@@ -204,8 +204,15 @@ def _pieces(text: str) -> Iterator[str]:
         start = max(end, start + 1)
 
 
-def check_text(source: TextSource) -> None:
-    """Refuse a text whose name, kind or keys cannot work, before anything is loaded."""
+def check_text(source: TextSource, section: str = "calibrate") -> None:
+    """Refuse a text of a recipe's `section` whose name, kind or keys cannot work, before anything is loaded."""
+    try:
+        _check_text(source)
+    except KvpruneError as error:
+        raise KvpruneError(str(error).replace("calibrate.", f"{section}.")) from None
+
+
+def _check_text(source: TextSource) -> None:
     path = Path(source.source)
     kind = _kind(source)
     if kind != "datasets" and (source.config is not None or source.split is not None):

@@ -69,6 +69,21 @@ def lm_eval_name(task: str) -> str:
     return "kvprune_builtin" if task == "builtin" else task
 
 
+def judged_texts(section: Evaluate, manager: Any) -> Iterator[str]:
+    """All that the tasks ask a model for: contexts and what is to follow them, of every document that is judged on."""
+    for task in section.tasks:
+        with _quiet():
+            try:
+                found = manager.load([lm_eval_name(task)])["tasks"].values()
+                for each in found:
+                    each.build_all_requests(limit=section.limit, rank=0, world_size=1)
+            except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+                raise KvpruneError(f"evaluate.tasks: {task}: lm-eval failed: {one_line(error)}") from error
+        for each in found:
+            for request in each.instances:
+                yield "".join(part for part in request.arguments if isinstance(part, str))
+
+
 @dataclass(frozen=True)
 class Judge:
     """How models are judged: the recipe's section, and what lm-eval needs to follow it."""

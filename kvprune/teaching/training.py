@@ -21,6 +21,7 @@ from kvprune.ffn.forwards import saved_when_stopped
 from kvprune.progress import advancing, log
 from kvprune.ranks import Ranks
 from kvprune.schema import Recover
+from kvprune.sources.models import is_out_of_memory, one_line
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.pair import Pair
 from kvprune.teaching.students import Student
@@ -56,6 +57,20 @@ class Course:
     @property
     def steps(self) -> int:
         return len(self.tokens) // self.per_step
+
+    @property
+    def micro(self) -> int:
+        """Sequences at once: as many as allowed that divide a process's share of a step."""
+        share = max(self.per_step // self.ranks.count, 1)
+        return max(size for size in range(1, share + 1) if share % size == 0 and size <= self.batch_size)
+
+    def check(self) -> None:
+        """Raise KvpruneError where the processes cannot share a step's sequences alike."""
+        if self.per_step % self.ranks.count:
+            raise KvpruneError(
+                f"recover.batch_tokens: {self.section.batch_tokens} are {self.per_step} sequences, and "
+                f"{self.ranks.count} processes cannot share them alike; choose a multiple"
+            )
 
 
 @dataclass
@@ -98,7 +113,7 @@ def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
         for step in range(done, course.steps):
             if curve.stopped:
                 break
-            with tick():
+            with tick(), _named(work, step):
                 loss = _step(work, step)
                 curve.losses.append(loss)
                 curve.stopped = _trouble(curve.losses)
@@ -122,17 +137,12 @@ class _Work:
 
 def _open(student: Student, teacher: Any | None, course: Course, kept: Kept) -> _Work:
     count = course.ranks.count
-    if course.per_step % count:
-        raise KvpruneError(
-            f"recover.batch_tokens: {course.section.batch_tokens} are {course.per_step} sequences, and {count} "
-            "processes cannot share them alike; choose a multiple"
-        )
     if course.checkpointing:
         _checkpoint(student.model)
     accelerator = Accelerator(
         cpu=course.device == "cpu",
         mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
-        gradient_accumulation_steps=course.per_step // count // _micro(course),
+        gradient_accumulation_steps=course.per_step // count // course.micro,
     )
     pair = Pair(student.model, teacher, course.section.hidden)
     optimizer = torch.optim.AdamW(
@@ -166,18 +176,12 @@ def _checkpoint(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def _micro(course: Course) -> int:
-    """Sequences at once: as many as allowed that divide a process's share of a step."""
-    share = course.per_step // course.ranks.count
-    return max(size for size in range(1, share + 1) if share % size == 0 and size <= max(course.batch_size, 1))
-
-
 def _step(work: _Work, step: int) -> float:
     """One step. Returns its loss, the mean over its tokens on all processes."""
     course = work.course
     rows = course.tokens[step * course.per_step : (step + 1) * course.per_step]
     total = torch.zeros((), dtype=torch.float64)
-    for batch in torch.split(rows[course.ranks.rank :: course.ranks.count], _micro(course)):
+    for batch in torch.split(rows[course.ranks.rank :: course.ranks.count], course.micro):
         with work.accelerator.accumulate(work.pair):
             loss = work.pair(batch.to(work.accelerator.device))
             work.accelerator.backward(loss / batch.numel())
@@ -189,6 +193,28 @@ def _step(work: _Work, step: int) -> float:
     work.optimizer.zero_grad()
     course.ranks.sum(total)
     return float(total) / rows.numel()
+
+
+@contextmanager
+def _named(work: _Work, step: int) -> Iterator[None]:
+    """Say in one line that memory ran out, with the knobs, or that the device failed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            micro = work.course.micro
+            ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
+            ways += [] if work.course.checkpointing else ["--checkpointing"]
+            ways += ["recover.train values or lora", "a shorter recover.sequence_length"]
+            raise KvpruneError(
+                f"recover: out of memory with {micro} sequences at once; try {', '.join(ways)}"
+            ) from None
+        if work.course.device != "cpu" and ("CUDA" in str(error) or "NCCL" in str(error)):
+            raise KvpruneError(
+                f"recover: {work.course.device} failed in step {step + 1}: {one_line(error)}; the same command goes on "
+                "from the last step that was kept"
+            ) from None
+        raise
 
 
 def _share_of_rate(step: int, steps: int) -> float:
