@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 BASE_CARD = "BASE_README.md"
-BUILTIN_TEXTS = ("builtin", "builtin-task", "self")  # that every kvprune has, or makes
+BUILTIN_TEXTS = ("builtin", "builtin-task", "builtin-held-out", "self")  # that every kvprune has, or makes
 MOST_WIDTHS = 128  # that are told one by one
 # The Hub knows finetune, adapter, merge and quantized: these are weights of the same kind, with others in them.
 RELATION = "finetune"
@@ -90,11 +90,21 @@ def base_fields(folder: Path) -> dict[str, Any]:
 
 def unpublished(about: dict[str, Any]) -> dict[str, list[str]]:
     """What a checkpoint was made from that is on one machine only: recipe keys to names."""
-    model, text = about["recipe"]["model"], about["recipe"]["calibrate"]["text"]
-    known = (*BUILTIN_TEXTS, *(about["calibration"] or {}).get("datasets", ()))
-    local = [source["source"] for source in text if source["source"] not in known]
+    recipe, model = about["recipe"], about["recipe"]["model"]
+    texts = {"calibrate.text": recipe["calibrate"]["text"]}
+    if about.get("recover"):
+        texts |= {f"recover.{key}": recipe["recover"][key] for key in ("text", "held_out")}
+    known = (*BUILTIN_TEXTS, *(about["calibration"] or {}).get("datasets", ()), *_trained_on(about))
     found = {} if about["model"]["commit"] or model.startswith("builtin:") else {"model": [model]}
-    return found | ({"calibrate.text": local} if local else {})
+    for key, sources in texts.items():
+        if local := [source["source"] for source in sources if source["source"] not in known]:
+            found[key] = local
+    return found
+
+
+def _trained_on(about: dict[str, Any]) -> list[str]:
+    """Data sets of the Hub that it was trained on, or looked at while it was."""
+    return list((about.get("recover") or {}).get("datasets", ()))
 
 
 def mean_errors(ffns: list[dict[str, Any]]) -> tuple[float, float]:
@@ -116,12 +126,13 @@ def _header(
         fields["license"] = licence
     if model["commit"] and "/" in model["title"]:
         fields |= {"base_model": model["title"], "base_model_relation": RELATION}
-    if about["calibration"] and about["calibration"]["datasets"]:
-        fields["datasets"] = about["calibration"]["datasets"]
+    if datasets := [*dict.fromkeys([*((about["calibration"] or {}).get("datasets") or ()), *_trained_on(about)])]:
+        fields["datasets"] = datasets
     results = [_eval_result(figure) for figure in figures if math.isfinite(figure.slim)]
     if results:
         fields |= {"eval_results": results, "model_name": name or model["title"]}
-    return ModelCardData(library_name="transformers", tags=["kvprune", "pruned"], **fields)
+    tags = ["kvprune", "pruned", *(["distilled"] if about.get("recover") else [])]
+    return ModelCardData(library_name="transformers", tags=tags, **fields)
 
 
 def _eval_result(figure: Figure) -> "EvalResult":
@@ -163,12 +174,14 @@ def _budget(about: dict[str, Any]) -> str:
         f"| {label} | {before[key]:,} | {after[key]:,} | {after[key] / before[key]:.1%} |"
         for key, label in UNITS.items()
     )
+    values = " or refitted values" if about["refit"] else ""
+    values += " or trained weights" if about.get("recover") else ""
+    against = "trained model's" if about.get("recover") else "masked dense model's"
     proof = (
-        f"its float32 logits differ from the masked dense model's by {verified['logit_difference']:.1e} of the largest"
+        f"its float32 logits differ from the {against} by {verified['logit_difference']:.1e} of the largest"
         if verified["logit_difference"] is not None
         else f"its logits were not compared ({verified['note']})"
     )
-    values = " or refitted values" if about["refit"] else ""
     return (
         f"| | dense | slim | kept |\n|---|---:|---:|---:|\n{table}\n\n"
         f"Requested budget: {budget_words(about['budget']['requested'])}.\nVerified at export: "
@@ -194,13 +207,28 @@ def _refit(about: dict[str, Any]) -> str:
     """What was done to the values."""
     layers = about["refit"]
     if not layers:
-        return "Values are as they were, and nothing was trained."
+        return f"Values are as they were. {_trained(about)}"
     done = [layer for layer in layers if layer["refitted"]]
     before, after = mean_errors(layers)
     method = about["recipe"]["refit"]["method"]
     return (
         f"The values of the kept slots were refitted ({method}) in {len(done)} of {len(layers)} FFNs on the same "
-        f"tokens: mean error on held-back ones {before:.3f} before and {after:.3f} after. Nothing was trained."
+        f"tokens: mean error on held-back ones {before:.3f} before and {after:.3f} after. {_trained(about)}"
+    )
+
+
+def _trained(about: dict[str, Any]) -> str:
+    """Whether anything was trained, on what, how long, and what came of it."""
+    found = about.get("recover")
+    if not found:
+        return "Nothing was trained."
+    section = about["recipe"]["recover"]
+    first, best = (next(look["texts"] for look in found["looks"] if look["step"] == at) for at in (0, found["best"]))
+    gains = ", ".join(f"{first[name]['loss']:.3f} → {best[name]['loss']:.3f} on {name}" for name in first)
+    return (
+        f"It was then trained: the dense model taught it on {found['tokens']:,} tokens of {_texts(section['text'])} in "
+        f"{found['seconds'] / 60:.0f} minutes\n({found['learning']:,} parameters, train `{section['train']}`, learning "
+        f"rate {section['learning_rate']:g}; KL to the dense model in nats a token, on held-out text: {gains})."
     )
 
 

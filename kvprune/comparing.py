@@ -88,6 +88,7 @@ def compare(
         "version": VERSION,
         "model": base.results["model"],
         "runs": {run.name: str(run.place.path) for run in found},
+        "trained": {run.name: trained for run in found if (trained := _trained(run))},
         "against": base.name,
         "left_out": sorted({task for run in found for task in run.tasks} - set(tasks)),
         "columns": list(_columns(found, base, metrics)),
@@ -208,31 +209,45 @@ def _metrics(run: _Run, task: str) -> Iterator[_Metric]:
         yield _Metric(task, name, False if bare == "token_perplexity" else known.get(bare))
 
 
+def _trained(run: _Run) -> dict[str, Any] | None:
+    """What a run's model was trained on after the export, and for how long; None where nothing was."""
+    found = run.about.get("recover")
+    return {key: found[key] for key in ("tokens", "seconds", "learning")} if found else None
+
+
 def _columns(runs: Sequence[_Run], base: _Run, metrics: Sequence[_Metric]) -> Iterator[dict[str, Any]]:
-    """The columns of the table: the dense model's value, each run's, and which runs are best."""
+    """The columns of the table: the dense model's value, each run's, and which runs are best.
+
+    Of the trained ones and of the others apart: what learned from text is no match for what did not.
+    """
+    groups = [{run.name for run in runs if bool(_trained(run)) is trained} for trained in (False, True)]
     for unit, label in UNITS.items():
         after = {run.name: run.about["budget"]["after"][unit] for run in runs}
-        yield _column(label, base.about["budget"]["before"][unit], after, False) | {"unit": unit}
+        yield _column(label, base.about["budget"]["before"][unit], after, False, groups) | {"unit": unit}
     for metric in metrics:
         values = {run.name: metric.of(run, "slim") for run in runs}
         about = {"task": metric.task, "metric": metric.name}
         label = f"{metric.task}: {metric.name.replace('_', ' ')}"
-        yield _column(label, metric.of(base, "dense"), values, metric.higher) | about
+        yield _column(label, metric.of(base, "dense"), values, metric.higher, groups) | about
     speeds = {run.name: run.results["slim"][PREFILL] for run in runs}
-    yield _column("prefill tokens/s", base.results["dense"][PREFILL], speeds, True)
-    yield _column("prefill x dense", 1.0, {run.name: _speed_up(run) for run in runs}, True)
+    yield _column("prefill tokens/s", base.results["dense"][PREFILL], speeds, True, groups)
+    yield _column("prefill x dense", 1.0, {run.name: _speed_up(run) for run in runs}, True, groups)
 
 
-def _column(name: str, dense: float, values: dict[str, float], higher: bool | None) -> dict[str, Any]:
+def _column(
+    name: str, dense: float, values: dict[str, float], higher: bool | None, groups: Sequence[set[str]]
+) -> dict[str, Any]:
+    best = [run for group in groups for run in _best({run: values[run] for run in values if run in group}, higher)]
+    return {"name": name, "higher_is_better": higher, "dense": dense, "runs": values, "best": best}
+
+
+def _best(values: dict[str, float], higher: bool | None) -> list[str]:
+    """The runs with the best value, where they differ in it and it is known what is better."""
     finite = [value for value in values.values() if math.isfinite(value)]
-    best = (max(finite) if higher else min(finite)) if finite and higher is not None and len(set(finite)) > 1 else None
-    return {
-        "name": name,
-        "higher_is_better": higher,
-        "dense": dense,
-        "runs": values,
-        "best": [run for run, value in values.items() if value == best],
-    }
+    if higher is None or len(set(finite)) < 2:
+        return []
+    best = max(finite) if higher else min(finite)
+    return [run for run, value in values.items() if value == best]
 
 
 def _speed_up(run: _Run) -> float:

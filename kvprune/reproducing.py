@@ -39,8 +39,8 @@ from kvprune.tokens import calibration_tokens
 ABOUT = "kvprune.json"
 MARK = "reproduce.json"  # tells a run of ours from the user's own
 NEEDED = ("recipe", "model", "made_with", "calibration", "inputs")
-TEXT = "calibrate.text="
-OVERRIDES = ("model=", TEXT)  # where things are; all else would be another recipe
+TEXTS = ("calibrate.text", "recover.text", "recover.held_out")
+OVERRIDES = ("model", *TEXTS)  # where things are; all else would be another recipe
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def _open(name: str) -> Published:
 def _recipe(published: Published, overrides: list[str]) -> Recipe:
     """The recipe, of the very commit of a model of the Hub. Raises KvpruneError for what is not here."""
     for override in overrides:
-        if not override.startswith(OVERRIDES):
+        if override.partition("=")[0] not in OVERRIDES:
             raise KvpruneError(
-                f"--set {override}: kvprune reproduce runs the recipe as it is; only model and calibrate.text may say "
+                f"--set {override}: kvprune reproduce runs the recipe as it is; only {', '.join(OVERRIDES)} may say "
                 "where theirs are"
             )
     about = published.about
@@ -171,9 +171,9 @@ def _recipe(published: Published, overrides: list[str]) -> Recipe:
                 f"{published.name}: was made from {gone[0]}, which is not published and not here; "
                 f"say where it is: --set {shlex.quote(f'{key}={value}')}"
             )
-    texts = [override for override in overrides if override.startswith(TEXT)]
+    texts = [override for override in overrides if override.partition("=")[0] in TEXTS]
     for override in texts:
-        data = _relocated(data, unpublished(about).get("calibrate.text", []), override)
+        data = _relocated(data, unpublished(about).get(override.partition("=")[0], []), override)
     recipe = make_recipe(data, where, [override for override in overrides if override not in texts])
     for source in recipe.calibrate.text:
         check_text(source)
@@ -182,14 +182,16 @@ def _recipe(published: Published, overrides: list[str]) -> Recipe:
 
 def _relocated(data: dict[str, Any], names: list[str], override: str) -> dict[str, Any]:
     """Recipe `data` with the local texts `names` where `override` says that they are, and all else as it was."""
-    value = parse_yaml(override.removeprefix(TEXT), f"--set {override}")
+    where, _, text = override.partition("=")
+    section, _, key = where.partition(".")
+    value = parse_yaml(text, f"--set {override}")
     paths = value if isinstance(value, list) else [value]
     if len(paths) != len(names) or not all(isinstance(path, str) for path in paths):
         wanted = f"a path for each of these texts, in their order: {', '.join(names)}"
         raise KvpruneError(f"--set {override}: should be {wanted if names else 'left out: all texts are published'}")
     left = iter(paths)
-    text = [item | {"source": next(left)} if item["source"] in names else item for item in data["calibrate"]["text"]]
-    return data | {"calibrate": data["calibrate"] | {"text": text}}
+    found = [item | {"source": next(left)} if item["source"] in names else item for item in data[section][key]]
+    return data | {section: data[section] | {key: found}}
 
 
 def _check_model(published: Published, recipe: Recipe, options: Options) -> None:
@@ -272,3 +274,5 @@ def _run_again(published: Published, recipe: Recipe, place: RunFolder, options: 
     pipeline.plan(place.path, options=options)
     pipeline.refit(place.path, options=options)
     pipeline.export(place.path, options=options)
+    if published.about.get("recover"):  # without it, the model is as it was exported
+        pipeline.recover(place.path, options=options)

@@ -4,11 +4,19 @@ from typing import Any
 
 from kvprune.results.table import grid
 
+TRAINED_APART = ", trained ones and others apart"
+
 
 def render(data: dict[str, Any]) -> str:
     """The table of runs, their differences, and the Pareto fronts."""
     note = f" (dense is {data['model']['note']})" if data["model"]["note"] else ""
-    parts = [f"{data['model']['title']}{note}", "", _table(data), "* best of the runs", ""]
+    parts = [
+        f"{data['model']['title']}{note}",
+        "",
+        _table(data),
+        f"* best of the runs{TRAINED_APART if data['trained'] else ''}",
+        "",
+    ]
     if data["left_out"]:
         parts += [f"not in all runs, and left out: {', '.join(data['left_out'])}", ""]
     for against in (data["against"], "dense"):
@@ -24,10 +32,21 @@ def _table(data: dict[str, Any]) -> str:
     heads = [_head(column) for column in columns]
     rows = [["", *(head[0] for head in heads)], ["", *(head[1] for head in heads)]]
     rows.append(["dense", *(f"{_number(column['dense'])} " for column in columns)])
-    for run in data["runs"]:
+    for run in ordered(data):
         cells = [f"{_number(column['runs'][run])}{'*' if run in column['best'] else ' '}" for column in columns]
-        rows.append([run, *cells])
+        rows.append([f"{run}{training(data, run)}", *cells])
     return grid(rows)
+
+
+def ordered(data: dict[str, Any]) -> list[str]:
+    """The runs, those that were trained last."""
+    return sorted(data["runs"], key=lambda run: run in data["trained"])
+
+
+def training(data: dict[str, Any], run: str) -> str:
+    """What a run was trained on, in brackets; nothing where it was not."""
+    found = data["trained"].get(run)
+    return f" (trained: {found['tokens']:,} tokens, {found['seconds'] / 60:.0f} min)" if found else ""
 
 
 def _head(column: dict[str, Any]) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from kvprune.results.comparison import remarks
 from kvprune.results.gather import gather
 from kvprune.results.pairs import FEWEST
 from kvprune.results.quality import SIZES, Quality
+from kvprune.results.table import recovered_words
 from kvprune.results.tables import Table
 from kvprune.schema import Recipe
 from kvprune.staleness import stage_states
@@ -68,7 +69,7 @@ def write_report(
 def page(runs: Runs, comparison: dict[str, Any] | None = None) -> str:
     """The whole HTML file; equal data give equal bytes."""
     made = [_quality(runs, comparison), _results(runs, comparison), _budgets(runs), _widths(runs), _firing(runs)]
-    made += [_refits(runs), _judged(runs, comparison)]
+    made += [_refits(runs), _recoveries(runs), _judged(runs, comparison)]
     title = runs[0]["name"] if comparison is None else f"{len(runs)} runs compared"
     model = next((run["model"] for run in runs if "model" in run), None)
     return render(
@@ -251,6 +252,34 @@ def _refit_chart(name: str, run: str, errors: Sequence[tuple[Any, ...]], most: f
     y = Axis("error", short_share, low=0, high=most)
     drawn = Plot(name, f"Refit of {run}", told, Axis("FFN", whole=True), y, lines)
     key = [(sample(line.kind, dots=True), line.told) for line in lines]
+    return Chart(drawn.title, svg(drawn), key, f"{told[:1].upper()}{told[1:]}.")
+
+
+def _recoveries(runs: Runs) -> Section | None:
+    trained = [run for run in runs if run.get("recover")]
+    if not trained:
+        return None
+    charts = [_recovery_chart(f"recover-{at}", run) for at, run in enumerate(trained)]
+    about = (
+        "The dense model taught the slim one on text: how far their distributions of the next token are apart, step by "
+        "step, and on held-out text. The point with the lowest mean on held-out text stays."
+    )
+    notes = [f"{run['name']}: {recovered_words(run['recover'])}." for run in trained]
+    folded = [(f"Training of {run['name']} as a table", tables.recovery(run)) for run in trained]
+    return Section("recover", "Training after the export", about, charts, folded=folded, notes=notes)
+
+
+def _recovery_chart(name: str, run: dict[str, Any]) -> Chart:
+    found = run["recover"]
+    looks = found["looks"]
+    lines = [Line("steps", "training text", [(at + 1, loss) for at, loss in enumerate(found["losses"])], "faint")]
+    for kind, text in zip(SERIES, looks[0]["texts"], strict=False):
+        points = [(look["step"], look["texts"][text]["loss"]) for look in looks]
+        lines.append(Line(f"held-{kind}", f"held out: {text}", points, kind, dots=True))
+    told = f"step {found['best']} of {found['steps']} stays"
+    y = Axis("KL, nats a token", low=0)
+    drawn = Plot(name, f"Loss of {run['name']}", told, Axis("step", whole=True), y, lines)
+    key = [(sample(line.kind, dots=line.dots), line.told) for line in lines]
     return Chart(drawn.title, svg(drawn), key, f"{told[:1].upper()}{told[1:]}.")
 
 

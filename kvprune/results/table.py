@@ -69,6 +69,11 @@ def recovery_text(report: dict[str, Any]) -> str:
         losses = [f"{seen['loss']:.4f}" for seen in (before, best[name])]
         words = (before["dense"], before["slim"], best[name]["slim"])
         rows.append([name, *losses, *(f"{math.exp(loss):.4g}" for loss in words)])
+    return f"{grid(rows)}\n{recovered_words(report)}"
+
+
+def recovered_words(report: dict[str, Any]) -> str:
+    """What a recovery took, and what stays of it."""
     took = f"{report['tokens']:,} tokens in {report['seconds'] / 60:.1f} min, {report['learning']:,} parameters learned"
     ended = f"; stopped early: {report['stopped']}" if report["stopped"] else ""
     kept = (
@@ -76,7 +81,7 @@ def recovery_text(report: dict[str, Any]) -> str:
         if report["improved"]
         else "no point was better than before: the checkpoint stays as it was"
     )
-    return f"{grid(rows)}\n{took}; {kept}{ended}"
+    return f"{took}; {kept}{ended}"
 
 
 def ridge_words(members: list[dict[str, Any]]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """The tables of a page: of a comparison and of runs, in plain text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from kvprune.artifacts import UNITS, budget_words
 from kvprune.card import mean_errors
 from kvprune.pages.words import NONE, figure, share, whole
 from kvprune.reading.firing import THRESHOLDS, grouped
+from kvprune.results.comparison import TRAINED_APART, ordered, training
 from kvprune.results.table import ridge_words
 
 BEST = "★"
@@ -29,11 +31,12 @@ def side_by_side(data: dict[str, Any]) -> Table:
     """Sizes, metrics and speed of all runs of a comparison; the best are marked."""
     columns = data["columns"]
     rows = [[DENSE, *(number(column["dense"]) for column in columns)]]
-    for run in data["runs"]:
+    for run in ordered(data):
         cells = [number(column["runs"][run]) + f" {BEST}" * (run in column["best"]) for column in columns]
-        rows.append([run, *cells])
+        rows.append([f"{run}{training(data, run)}", *cells])
     heads = [column["name"].replace(" x ", " × ") for column in columns]
-    return Table(f"Sizes, metrics and speed ({BEST}: best of the runs)", ["Run", *heads], rows)
+    trained = TRAINED_APART if data["trained"] else ""
+    return Table(f"Sizes, metrics and speed ({BEST}: best of the runs{trained})", ["Run", *heads], rows)
 
 
 def number(value: float) -> str:
@@ -168,6 +171,17 @@ def refit_errors(run: dict[str, Any]) -> list[tuple[str, float, float, list[dict
     ffns = run.get("refit") or []
     groups = {name: [ffns[at] for at in places] for name, places in grouped(ffns).items()}
     return [(name, *mean_errors(members), members) for name, members in groups.items()]
+
+
+def recovery(run: dict[str, Any]) -> Table:
+    """The looks at held-out text during the training of a run."""
+    rows = [
+        [whole(look["step"]), name, f"{seen['loss']:.4f}", *(number(math.exp(seen[key])) for key in ("slim", "dense"))]
+        for look in run["recover"]["looks"]
+        for name, seen in look["texts"].items()
+    ]
+    heads = ["Step", "Held-out text", "KL to the dense model", "Perplexity", "Perplexity of the dense model"]
+    return Table(f"Training of {run['name']}", heads, rows, words=(1,))
 
 
 def judged(runs: Runs) -> Table:

@@ -187,6 +187,11 @@ def _write_model(
                     "report": digest(run.recovered),
                     **{key: report[key] for key in ("tokens", "seconds", "best", "steps", "learning", "looks")},
                     "run": report["provenance"]["run"],
+                    "datasets": [
+                        name
+                        for name, mark in report["provenance"]["inputs"]["text"].items()
+                        if mark is None and name != "self"
+                    ],
                     "token_digest": report["provenance"]["inputs"]["tokens"],
                 },
             },
