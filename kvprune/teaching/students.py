@@ -21,6 +21,7 @@ class Student:
     model: Any
     trained: tuple[str, ...]
     shared: int  # bytes of parameters that are the teacher's own
+    layers: tuple[nn.Module, ...]  # of the decoder
 
 
 def make_student(model: Any, layout: Layout, section: Recover, teacher: Any | None) -> Student:
@@ -40,7 +41,8 @@ def make_student(model: Any, layout: Layout, section: Recover, teacher: Any | No
         parameters[name].data = parameters[name].data.float()
         parameters[name].requires_grad_(True)
     shared = share(_base(model), teacher) if teacher is not None else 0
-    return Student(model, tuple(learning), shared)
+    layers = tuple(_base(model).get_submodule(name) for name in layout.layers)
+    return Student(model, tuple(learning), shared, layers)
 
 
 def learning_names(model: nn.Module, layout: Layout, train: str) -> list[str]:
@@ -101,7 +103,7 @@ def _base(model: Any) -> nn.Module:
 def share(student: nn.Module, teacher: nn.Module) -> int:
     """Make the student's parameters that do not learn and equal the teacher's one with them. Returns their bytes."""
     theirs = dict(teacher.named_parameters(remove_duplicate=False))
-    done = 0
+    shared = dict[int, int]()  # of tied parameters one
     for path, module in student.named_modules():
         for key, parameter in [*module._parameters.items()]:
             other = theirs.get(_plain(f"{path}.{key}" if path else key))
@@ -109,8 +111,8 @@ def share(student: nn.Module, teacher: nn.Module) -> int:
                 continue
             if _equal(parameter, other):
                 module._parameters[key] = other
-                done += other.nbytes
-    return done
+                shared[id(other)] = other.nbytes
+    return sum(shared.values())
 
 
 def _plain(name: str) -> str:

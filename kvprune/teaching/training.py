@@ -6,15 +6,18 @@ tokens of the step however they are split. Losses on held-out text before, durin
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.forwards import saved_when_stopped
@@ -95,7 +98,7 @@ def _mean_loss(look: dict[str, Any]) -> float:
 
 def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> Curve:
     """Train the `student`. What it knew at its best is in `kept`, unless that was before training."""
-    work = _open(student, teacher, course, kept)
+    work = prepare(student, teacher, course, kept)
     curve = _resumed(work) or Curve()
     started = time.monotonic() - curve.seconds
     total, done = course.tokens.numel(), len(curve.losses)
@@ -114,7 +117,7 @@ def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
             if curve.stopped:
                 break
             with tick(), _named(work, step):
-                loss = _step(work, step)
+                loss = take_step(work, step)
                 curve.losses.append(loss)
                 curve.stopped = _trouble(curve.losses)
                 if not curve.stopped and _is_time(step + 1, course.steps):
@@ -125,7 +128,7 @@ def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     course: Course
     accelerator: Accelerator
     pair: Any
@@ -135,10 +138,11 @@ class _Work:
     has_teacher: bool
 
 
-def _open(student: Student, teacher: Any | None, course: Course, kept: Kept) -> _Work:
+def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -> Work:
     count = course.ranks.count
     if course.checkpointing:
-        _checkpoint(student.model)
+        _checkpoint(student.layers)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a training before, of another type or device
     accelerator = Accelerator(
         cpu=course.device == "cpu",
         mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
@@ -151,12 +155,12 @@ def _open(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
         betas=BETAS,
         weight_decay=0.0,
     )
-    prepared, optimizer = accelerator.prepare(pair, optimizer)
-    there = dict(accelerator.unwrap_model(prepared).student.named_parameters())
-    return _Work(
+    pair, optimizer = accelerator.prepare(pair, optimizer)
+    there = dict(accelerator.unwrap_model(pair).student.named_parameters())
+    return Work(
         course,
         accelerator,
-        prepared,
+        pair,
         optimizer,
         {name: there[name] for name in student.trained},
         kept,
@@ -164,20 +168,17 @@ def _open(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
     )
 
 
-def _checkpoint(model: Any) -> None:
-    """Keep only what goes into a layer, and run it again backwards. Dropout, which comes with train(), stays off."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
+def _checkpoint(layers: Iterable[nn.Module]) -> None:
+    """Keep only what goes into a layer, and run it again backwards.
+
+    transformers' own checkpointing works in train() alone, which would switch on dropout, layerdrop and router noise.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _step(work: _Work, step: int) -> float:
-    """One step. Returns its loss, the mean over its tokens on all processes."""
+def take_step(work: Work, step: int) -> float:
+    """Train one step. Returns its loss, the mean over its tokens on all processes."""
     course = work.course
     rows = course.tokens[step * course.per_step : (step + 1) * course.per_step]
     total = torch.zeros((), dtype=torch.float64)
@@ -196,7 +197,7 @@ def _step(work: _Work, step: int) -> float:
 
 
 @contextmanager
-def _named(work: _Work, step: int) -> Iterator[None]:
+def _named(work: Work, step: int) -> Iterator[None]:
     """Say in one line that memory ran out, with the knobs, or that the device failed."""
     try:
         yield
@@ -236,7 +237,7 @@ def _is_time(step: int, steps: int) -> bool:
     return step in {round(steps * part / LOOKS) for part in range(1, LOOKS + 1)}
 
 
-def _look(work: _Work, curve: Curve) -> None:
+def _look(work: Work, curve: Curve) -> None:
     """Measure the losses on the held-out texts, and keep the student where it was never better."""
     step = len(curve.losses)
     texts = {name: _seen(work, tokens) for name, tokens in work.course.held.items()}
@@ -249,7 +250,7 @@ def _look(work: _Work, curve: Curve) -> None:
 
 
 @torch.no_grad()
-def _seen(work: _Work, tokens: Tensor) -> dict[str, float]:
+def _seen(work: Work, tokens: Tensor) -> dict[str, float]:
     """On `tokens` `[sequences, tokens]`: the loss that is trained, and how well slim and dense predict the text.
 
     In nats a token, predicted ones for a text.
@@ -266,7 +267,7 @@ def _seen(work: _Work, tokens: Tensor) -> dict[str, float]:
     return {"loss": loss / taught, "slim": slim / predicted, "dense": dense / predicted}
 
 
-def _keep(work: _Work, name: str, curve: Curve) -> None:
+def _keep(work: Work, name: str, curve: Curve) -> None:
     """Write what has been learned, as `last` with what the optimizer knows. All processes gather, the first writes."""
     tensors = {key: _whole(parameter.detach()) for key, parameter in work.learning.items()}
     if name == "last":
@@ -277,7 +278,7 @@ def _keep(work: _Work, name: str, curve: Curve) -> None:
         work.kept.save(name, tensors, {"curve": vars(curve)})
 
 
-def _resumed(work: _Work) -> Curve | None:
+def _resumed(work: Work) -> Curve | None:
     """Put the pair and the optimizer where a training that was stopped left them."""
     found = work.kept.read("last") if work.course.ranks.first else None
     about = work.course.ranks.data_of_first(found[1] if found else None)
