@@ -215,6 +215,13 @@ class Recover(BaseModel):
             raise ValueError(f"is read by train lora only, and train is {train}: remove it")
         return rank
 
+    @field_validator("held_out")
+    @classmethod
+    def _there_already(cls, sources: list[TextSource] | None) -> list[TextSource] | None:
+        if any(source.source == "self" for source in sources or ()):
+            raise ValueError("should be a text that is there, not the model's own samples")
+        return sources
+
     @property
     def steps(self) -> int:
         """As many as the tokens fill, the last one too."""

@@ -52,7 +52,7 @@ class Method:
     peer: list[str] = field(default_factory=list)  # arguments of run_peer.py
     formula: str = ""
     recipe: str = ""  # one that ships, on the common text
-    text: Any = None  # another text
+    own: float = 0.0  # share of the model's own samples among the calibration tokens
 
 
 METHODS = {
@@ -68,9 +68,10 @@ METHODS = {
     "OSSCAR": Method("formula", ["plan.score=greedy", "refit.method=oneshot", "refit.bias=none"]),
     "Wanda-sp + GRAIL": Method("formula", ["plan.score=wanda"], formula="grail"),
     "kvprune best": Method("ours", recipe="best"),
-    "kvprune best, half own text": Method("ours", recipe="best", text=["", "self"]),
+    "kvprune best, a quarter own text": Method("ours", recipe="best", own=0.25),
+    "kvprune large": Method("ours", recipe="large"),
     "kvprune global": Method("ours", recipe="global"),
-    "kvprune global, half own text": Method("ours", recipe="global", text=["", "self"]),
+    "kvprune global, a quarter own text": Method("ours", recipe="global", own=0.25),
 }
 
 
@@ -93,10 +94,11 @@ class Bench:
         """A run folder with the statistics that a method reads; methods share them."""
         values = dict(item.split("=", 1) for item in method.values) | (_recipe(method.recipe) if method.recipe else {})
         collect = ["counts", *({COLLECTED[score]} if (score := values.get("plan.score")) in COLLECTED else [])]
-        texts = [text or str(self.text) for text in method.text or [""]]
-        section = {"text": texts, "tokens": self.tokens, "sequence_length": LENGTH, "collect": collect}
+        text: list[Any] = [{"source": str(self.text), "weight": 1 - method.own}]
+        text += [{"source": "self", "weight": method.own}] if method.own else []
+        section = {"text": text, "tokens": self.tokens, "sequence_length": LENGTH, "collect": collect}
         recipe = make_recipe({"model": BUILTIN, "calibrate": section, "plan": {"round_to": ROUND_TO}})
-        place = self.runs / "-".join([*(Path(text).stem for text in texts), str(self.tokens), *collect[1:]])
+        place = self.runs / "-".join([f"own-{method.own:g}" if method.own else "text", str(self.tokens), *collect[1:]])
         kvprune.calibrate(recipe, place)
         return RunFolder(place)
 
@@ -163,7 +165,9 @@ def _recipe(name: str) -> dict[str, str]:
 def _judging(bench: Bench) -> Judging:
     """Judge by the test sets."""
     tests = open_tests(bench.data, bench.tokenizer, bench.limit)
-    return lambda model, key: judged(model, tests, bench.runs / "eval" / key, key)
+    return lambda model, key: judged(
+        model, tests, bench.runs / "eval" / key, key, running=key.startswith(("dense", "kvprune"))
+    )
 
 
 def _tuning(bench: Bench) -> Judging:

@@ -72,8 +72,8 @@ def losses(model: Any, documents: Sequence[Sequence[int]]) -> Sums:
     return found
 
 
-def judged(model: Any, tests: Tests, folder: Path, name: str) -> dict[str, Any]:
-    """All that is known of a model, as plain data. lm-eval's files go to `folder`."""
+def judged(model: Any, tests: Tests, folder: Path, name: str, *, running: bool) -> dict[str, Any]:
+    """All that is known of a model, as plain data, of the `running` texts if asked. lm-eval's files go to `folder`."""
     evaluating.judge_slim(tests.judge, model, {"name": name}, folder)
     tasks = {}
     for task in tests.judge.section.tasks:
@@ -82,7 +82,7 @@ def judged(model: Any, tests: Tests, folder: Path, name: str) -> dict[str, Any]:
     return {
         "wikitext": losses(model, tests.wikitext),
         "lambada": losses(model, tests.lambada),
-        "running": {key: losses(model, some) for key, some in tests.running.items()},
+        "running": {key: losses(model, some) for key, some in tests.running.items()} if running else {},
         "tasks": tasks,
     }
 

@@ -9,6 +9,7 @@ import yaml
 from kvprune.errors import KvpruneError
 from kvprune.recipe import builtin_recipes, dump_recipe, load_recipe, make_recipe, parse_yaml, stage_recipe
 from kvprune.schema import Recipe
+from kvprune.staleness import STAGES
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -96,7 +97,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "r: plan.budget.keep: should be greater than 0, got 0",
         "r: plan.score: should be 'wanda', 'fire_rate', 'contribution', 'fluctuation', 'activation_norm', "
         "'reconstruction', 'greedy', 'taylor', 'weight_norm' or 'random', got 'wnda'",
-        "r: zzz: unknown key. Allowed: model, dtype, calibrate, plan, refit, evaluate",
+        "r: zzz: unknown key. Allowed: model, dtype, calibrate, plan, refit, recover, evaluate",
     ]
 
 
@@ -396,7 +397,7 @@ def test_what_is_dumped_loads_as_the_same_recipe(tmp_path: Path, data: dict[str,
 
 def test_each_value_belongs_to_one_stage_at_most() -> None:
     recipe = make_recipe(FULL)
-    parts = [set(stage_recipe(recipe, stage)) for stage in ("calibrate", "plan", "refit", "export", "evaluate")]
+    parts = [set(stage_recipe(recipe, stage)) for stage in STAGES]
     assert sum(len(part) for part in parts) == len(set.union(*parts)) == len(Recipe.model_fields)
 
 

@@ -303,6 +303,16 @@ def resize(model: nn.Module, ffn: Ffn, width: int) -> None:
             owner.nf = shape[-1]  # it shapes its output by it
 
 
+def linear_maps(model: nn.Module, layout: Layout) -> dict[str, bool]:
+    """Names of the linear maps of all decoder layers, and whether each keeps its weight as [in, out]."""
+    return {
+        name: isinstance(module, Conv1D)
+        for layer in layout.layers
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer)
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+
+
 def describe(layer: nn.Module) -> str:
     """A layer's modules that hold matrices, with shapes: what the user can look up."""
     parts = []

@@ -3,6 +3,7 @@
 The point of training with the lowest loss on held-out texts stays; where none is lower than before, `model/` stays.
 """
 
+import gc
 import os
 import shutil
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
     about = describe(recipe, course, run)
     kept = Kept(run.recovering, about)
     curve, learned = _learn(recipe, dense, course, run, trust, kept)
+    gc.collect()  # what wraps a forward holds its model in a circle
     report = {
         "provenance": about,
         "improved": curve.best > 0,

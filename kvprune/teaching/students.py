@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from kvprune.errors import KvpruneError
-from kvprune.ffn.layout import Layout
+from kvprune.ffn.layout import Layout, linear_maps
 from kvprune.schema import Recover
 from kvprune.sources.models import one_line
 
@@ -68,18 +67,13 @@ def with_adapters(model: Any, layout: Layout, section: Recover) -> Any:
             f"recover.train: lora adapts linear maps, and {stack} is a stack of experts; use train: ffn or values"
         )
     assert section.rank is not None  # of a complete recipe
-    names = [
-        name
-        for layer in layout.layers
-        for name, module in model.get_submodule(layer).named_modules(prefix=layer)
-        if isinstance(module, nn.Linear | Conv1D)
-    ]
+    maps = linear_maps(model, layout)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=2 * section.rank,
         lora_dropout=0.0,
-        target_modules=names,
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
+        target_modules=list(maps),
+        fan_in_fan_out=any(maps.values()),
     )
     try:
         with torch.random.fork_rng(devices=[]):

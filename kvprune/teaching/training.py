@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -147,6 +148,9 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
         cpu=course.device == "cpu",
         mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
         gradient_accumulation_steps=course.per_step // count // course.micro,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=course.section.train == "all")
+        ],  # as eyes
     )
     pair = Pair(student.model, teacher, course.section.hidden)
     optimizer = torch.optim.AdamW(
