@@ -72,7 +72,8 @@ def public_recipe(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     data = recipe.model_dump(mode="json")
     if Path(recipe.model).exists():
         data["model"] = source.title
-    for text in [*data["calibrate"]["text"], *data["recover"]["text"], *data["recover"]["held_out"]]:
+    trained = [text for key in ("text", "held_out") for text in data["recover"][key] or ()]
+    for text in [*data["calibrate"]["text"], *trained]:
         if Path(text["source"]).exists():
             text["source"] = Path(text["source"]).name
     if data["evaluate"]["include_path"]:

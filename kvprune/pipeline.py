@@ -276,15 +276,14 @@ def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, r
     if recipe.recover.method == "none":
         return {}
     if not ranks.data_of_first(_current(place, recipe, "recover") if ranks.first else None):
-        if ranks.first:
-            if read_json(place.model / "kvprune.json").get("recover"):
-                log.info("recover: model/ was trained by other settings; exporting it anew first")
-                _export(recipe, place, dense, again=True)
-            _save_recipe(place, recipe)
         tokens, held = None, dict[str, Tensor]()
         if ranks.first:
             judged = evaluating.judged_texts(recipe.evaluate, evaluating.task_manager(recipe.evaluate))
             tokens, held = recovery_tokens(recipe, place, dense, options, judged)
+            if read_json(place.model / "kvprune.json").get("recover"):
+                log.info("recover: model/ was trained by other settings; exporting it anew first")
+                _export(recipe, place, dense, again=True)
+            _save_recipe(place, recipe)
         names = ranks.data_of_first(list(held))
         course = make_course(
             recipe,

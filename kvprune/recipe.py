@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvprune.errors import KvpruneError
-from kvprune.schema import COLLECTED, SCORE_OPTIONS, Budget, Recipe, TextSource
+from kvprune.schema import COLLECTED, SCORE_OPTIONS, Budget, Recipe, Recover, TextSource
 
 
 class _Loader(yaml.SafeLoader):
@@ -176,16 +176,23 @@ def _complete(recipe: Recipe) -> Recipe:
             "calibrate": calibrate.model_copy(update={"text": text, "collect": collect}),
             "plan": plan.model_copy(update=values),
             "refit": recipe.refit.model_copy(update={"target": target}),
-            "recover": recover.model_copy(
-                update={
-                    "text": _located(recover.text) if recover.text else text,
-                    "held_out": _located(recover.held_out or [TextSource(source="builtin-held-out")]),
-                    "rank": recover.rank or (16 if recover.train == "lora" else None),
-                }
-            ),
+            "recover": _complete_recovery(recover, text),
             "evaluate": evaluate.model_copy(
                 update={"include_path": evaluate.include_path and _absolute(evaluate.include_path)}
             ),
+        }
+    )
+
+
+def _complete_recovery(recover: Recover, text: list[TextSource]) -> Recover:
+    """Of a recovery that is asked for, its texts and its rank; `text` is that of the calibration."""
+    if recover.method == "none":
+        return recover
+    return recover.model_copy(
+        update={
+            "text": _located(recover.text) if recover.text else text,
+            "held_out": _located(recover.held_out or [TextSource(source="builtin-held-out")]),
+            "rank": recover.rank or (16 if recover.train == "lora" else None),
         }
     )
 

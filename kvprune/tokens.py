@@ -134,7 +134,7 @@ def _kept_samples(recipe: Recipe, place: RunFolder) -> Tensor | None:
     if not count or not place.samples.is_file():
         return None
     rows = read_json(place.samples)["tokens"]
-    return torch.tensor(rows) if len(rows) == count else None
+    return torch.tensor(rows[:count]) if len(rows) >= count else None
 
 
 def check_tokens(tokens: Tensor, config: Any) -> None:

@@ -398,12 +398,19 @@ def test_own_samples_are_used_again_where_nothing_changed(
     assert torch.equal(draw(model, file), first)
     assert calls == []
     about = read_json(file)
-    assert about["tokens"] == first.tolist()
-    assert about["texts"] == tiny_tokenizer().batch_decode(first.tolist())
-    changes: list[dict[str, Any]] = [{"seed": 1}, {"count": 21}, {"about": {"model": "other"}}]
+    assert about["tokens"][:20] == first.tolist()
+    assert len(about["tokens"]) == 2 * BATCH  # whole batches, so that more samples are the same and some
+    assert about["texts"] == tiny_tokenizer().batch_decode(about["tokens"])
+    assert torch.equal(draw(model, file, count=2 * BATCH)[:20], first)
+    assert calls == []
+    assert torch.equal(draw(model, file, count=2 * BATCH + 1)[:20], first)
+    assert calls == [BATCH]
+    assert torch.equal(draw(model, file, count=3), first[:3])
+    assert calls == [BATCH]
+    changes: list[dict[str, Any]] = [{"seed": 1}, {"about": {"model": "other"}}]
     for at, change in enumerate(changes, 1):
         draw(model, file, **change)
-        assert len(calls) == 2 * at  # batches
+        assert len(calls) == 1 + 2 * at  # batches
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int = 0) -> list[int]:
@@ -469,7 +476,7 @@ def test_own_samples_do_not_depend_on_the_batch_size(dense: Path, tmp_path: Path
     for size in (1, 7, 64):
         kvprune.calibrate(of_itself(dense, "self"), tmp_path / str(size), options=kvprune.Options(batch_size=size))
     assert kept(tmp_path / "1") == kept(tmp_path / "7") == kept(tmp_path / "64")
-    assert len(kept(tmp_path / "1")) == 40
+    assert len(kept(tmp_path / "1")) == 48  # whole batches
     assert {len(row) for row in kept(tmp_path / "1")} == {32}
 
 
@@ -495,14 +502,14 @@ def test_counting_that_starts_anew_samples_no_more(
     kvprune.calibrate(of_itself(dense, "self", skip_first=2), run)
     assert calls == []
     kvprune.calibrate(of_itself(dense, "self", seed=1), run)
-    assert sum(calls) == 40
+    assert sum(calls) == 48  # whole batches
 
 
 def test_a_mixture_of_a_text_and_own_samples_is_calibrated_and_shown(dense: Path, tmp_path: Path, text: Path) -> None:
     mixture = [{"source": str(text), "weight": 0.5}, {"source": "self", "weight": 0.5}]
     recipe, run = of_itself(dense, mixture), tmp_path / "run"
     kvprune.calibrate(recipe, run)
-    assert len(kept(run)) == 20
+    assert len(kept(run)) == 32  # whole batches
     about = kvprune.show(run)
     assert about["stages"][0] == {"stage": "calibrate", "status": "current", "reason": ""}
     assert about["counted"]["tokens"] == 40 * 31

@@ -52,21 +52,23 @@ def self_samples(
 ) -> Tensor:
     """`count` samples of `length` tokens, int64 `[count, length]`, from BOS, or from random tokens where there is none.
 
-    `load` gives the model, and is called where samples are missing. They are kept in `file`, batch by batch: what is
-    there of the same model (`about`), seed and shape is used again.
+    `load` gives the model, and is called where samples are missing. They are drawn in whole batches, each with a seed
+    of its own, and kept in `file` batch by batch: the first ones of the same model (`about`), seed and length are the
+    same whatever their number, and what is there is used again.
     """
-    key = {**about, "count": count, "length": length, "seed": seed, "batch": BATCH}
+    key = {**about, "length": length, "seed": seed, "batch": BATCH}
     rows: list[list[int]] = []
     if file.is_file() and (found := read_json(file)).get("key") == key:
         rows = found["tokens"]
-        log.info("self: %d of %d samples are in %s", len(rows), count, file.name)
-    firsts = torch.split(_first_tokens(tokenizer, vocabulary, count, seed)[len(rows) :], BATCH)
-    left = (count - len(rows)) * length
+        log.info("self: %d of %d samples are in %s", min(len(rows), count), count, file.name)
+    wanted = -(-count // BATCH) * BATCH
+    firsts = torch.split(_first_tokens(tokenizer, vocabulary, wanted, seed)[len(rows) :], BATCH)
+    left = max(wanted - len(rows), 0) * length
     batches = _sampled(load(), firsts, length, seed, len(rows) // BATCH) if left else iter(())
     for batch in progress(batches, total=left, label="self", unit="tokens", per_item=BATCH * length):
         rows += batch
         write_json(file, {"key": key, "texts": tokenizer.batch_decode(rows), "tokens": rows})
-    return torch.tensor(rows)
+    return torch.tensor(rows[:count])
 
 
 def _sampled(model: Any, firsts: tuple[Tensor, ...], length: int, seed: int, start: int) -> Iterator[list[list[int]]]:

@@ -148,9 +148,8 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
         cpu=course.device == "cpu",
         mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
         gradient_accumulation_steps=course.per_step // count // course.micro,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(find_unused_parameters=course.section.train == "all")
-        ],  # as eyes
+        # All of a model may be more than what reads a text.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=course.section.train == "all")],
     )
     pair = Pair(student.model, teacher, course.section.hidden)
     optimizer = torch.optim.AdamW(

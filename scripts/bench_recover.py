@@ -1,0 +1,160 @@
+"""What a recovery is worth: text, tokens, what is trained, where it starts and the learning rate, each alone.
+
+    KVPRUNE_DATA=folder python scripts/bench_recover.py --runs runs/recover [--cells NAME ...] [--keep 0.8]
+
+SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file). The start is the recipe `best` on 131,072 tokens, three
+quarters of them from the first four fifths of WikiText-2 validation and one quarter own samples. Held-out KL is that of
+the recovery's own looks, on sequences of its text and on Python's documentation: settings are chosen by it. Perplexity
+on the first 12 x 1,024 tokens of WikiText-2 test and 10 x 1,024 of LAMBADA's running text, no BOS. `control` spends the
+same tokens on the dense model, which learns the text itself. What is done is kept in the folder and not done again.
+"""
+
+import argparse
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_quality import Bench, Method
+from bench_refit import judge, test_tokens
+from bench_scores import perplexity
+
+import kvprune
+from kvprune.artifacts import RunFolder, read_json, write_json, write_text
+from kvprune.options import DEFAULT, make_course
+from kvprune.ranks import ALONE
+from kvprune.recipe import load_recipe
+from kvprune.results.table import grid
+from kvprune.sources.models import load_model
+from kvprune.teaching.kept import Kept
+from kvprune.teaching.students import make_student
+from kvprune.teaching.training import teach
+from kvprune.tokens import recovery_tokens
+
+CALIBRATION = 131_072
+# Name to what differs from the default: half WikiText-2, half own samples, 100k tokens, ffn, from the sequential refit.
+CELLS: dict[str, dict[str, str]] = {
+    "none": {},
+    "default": {},
+    "text: WikiText-2": {"text": "wikitext"},
+    "text: own samples": {"text": "self"},
+    "50k tokens": {"tokens": "50k"},
+    "200k tokens": {"tokens": "200k"},
+    "400k tokens": {"tokens": "400k"},
+    "train values": {"train": "values"},
+    "train all": {"train": "all"},
+    "train lora": {"train": "lora"},
+    "from one-shot": {"start": "oneshot"},
+    "learning rate 1e-4": {"learning_rate": "1e-4"},
+    "learning rate 4e-4": {"learning_rate": "4e-4"},
+    "learning rate 8e-4": {"learning_rate": "8e-4"},
+    "control": {},
+}
+TEXTS = {"wikitext": "{text}", "self": "self", "half": "[{text}, self]"}
+
+
+def start(bench: Bench, refit: str, keep: float) -> RunFolder:
+    """The exported run that recoveries start from."""
+    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=0.25))
+    place = RunFolder(bench.runs / f"start-{refit}-{keep:g}")
+    if not place.path.exists():
+        part = place.path.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(run.path, part)
+        kvprune.plan(part, overrides=[f"plan.budget.keep={keep}", "plan.round_to=4"])
+        kvprune.refit(part, overrides=[f"refit.method={refit}"])
+        kvprune.export(part)
+        part.rename(place.path)
+    return place
+
+
+def values(bench: Bench, cell: dict[str, str]) -> list[str]:
+    """The recovery's recipe values."""
+    text = TEXTS[cell.get("text", "half")].format(text=bench.text)
+    own = {key: value for key, value in cell.items() if key not in ("text", "start")}
+    section = {"method": "distill", "text": text, "tokens": "100k", **own}
+    return [f"recover.{key}={value}" for key, value in section.items()]
+
+
+def recovered(bench: Bench, base: RunFolder, name: str, cell: dict[str, str], samples: Path) -> dict[str, Any]:
+    """Recover a copy of the run `base`, and what its report says."""
+    place = RunFolder(base.path.with_name(f"{base.path.name}-{name.replace(': ', '-').replace(' ', '-')}"))
+    if not place.path.exists():
+        shutil.copytree(base.path, place.path)
+        if samples.is_file():
+            shutil.copyfile(samples, place.recover_samples)
+    return kvprune.recover(place.path, overrides=values(bench, cell)) | {"place": str(place.path)}
+
+
+def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
+    """The dense model, trained on the text itself with the same tokens."""
+    recipe = load_recipe(base.recipe, values(bench, {}))
+    tokens, held = recovery_tokens(recipe, base, bench.dense, DEFAULT, ())
+    course = make_course(recipe, bench.dense, DEFAULT, ALONE, tokens, held)
+    student = make_student(bench.dense.load("auto", "cpu"), bench.dense.layout, recipe.recover, None)
+    kept = Kept(bench.runs / "control", {})
+    curve = teach(student, None, course, kept)
+    model = student.model.to(getattr(torch, course.dtype))
+    return {
+        "looks": curve.looks,
+        "best": curve.best,
+        "seconds": curve.seconds,
+        "tokens": len(curve.losses) * recipe.recover.batch_tokens,
+        "perplexity": [perplexity(model, some, windows) for some, windows in tests.values()],
+    }
+
+
+def row(name: str, cell: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    looks = cell.get("looks")
+    losses = "-"
+    if looks:
+        best = next(look for look in looks if look["step"] == cell["best"])["texts"].values()
+        losses = " ".join(f"{seen['loss']:.4f}" for seen in best)
+    minutes = f"{cell['seconds'] / 60:.1f}" if "seconds" in cell else "-"
+    return [name, losses, *(f"{value:.2f}" for value in cell["perplexity"]), f"{cell.get('tokens', 0):,}", minutes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="NAME")
+    parser.add_argument("--keep", type=float, default=0.8)
+    parser.add_argument("--table", type=Path, help="write the table here")
+    arguments = parser.parse_args()
+    if not os.environ.get("KVPRUNE_DATA"):
+        raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2 and LAMBADA")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    data = Path(os.environ["KVPRUNE_DATA"]).resolve()
+    bench = Bench(arguments.runs.resolve(), data, 0, CALIBRATION)
+    tests = test_tokens(data, bench.tokenizer)
+    kept = bench.runs / f"results-{arguments.keep:g}.json"
+    results: dict[str, Any] = read_json(kept) if kept.is_file() else {}
+    for name in arguments.cells:
+        if name in results:
+            continue
+        cell, started = CELLS[name], time.perf_counter()
+        base = start(bench, cell.get("start", "sequential"), arguments.keep)
+        if name == "control":
+            found = control(bench, base, tests)
+        elif name == "none":
+            found = {"perplexity": judge(bench.dense, base, True, tests)}
+        else:
+            found = recovered(bench, base, name, cell, bench.runs / "recover_samples.json")
+            model, _ = load_model(RunFolder(Path(found.pop("place"))).model, dtype="auto", device="cpu")
+            found["perplexity"] = [perplexity(model, some, windows) for some, windows in tests.values()]
+            found = {key: found[key] for key in ("looks", "best", "seconds", "tokens", "learning", "perplexity")}
+        results[name] = found
+        write_json(kept, results)
+        print(*row(name, found), f"{time.perf_counter() - started:.0f} s in all", flush=True)
+    head = ["recovery", "held-out KL", "WikiText-2", "LAMBADA", "tokens", "minutes"]
+    text = grid([head, *(row(name, results[name]) for name in CELLS if name in results)])
+    print(text)
+    if arguments.table:
+        write_text(arguments.table, text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""A recovery in a run: what it writes and leaves alone, stops and goes on, grows stale, and refuses."""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvprune
+from kvprune.artifacts import RunFolder, file_names
+from kvprune.cli import main
+from kvprune.errors import KvpruneError, StaleError
+from kvprune.recipe import load_recipe, make_recipe
+from kvprune.sources.texts import documents, pack
+from kvprune.staleness import stage_states
+from kvprune.teaching import training
+from kvprune.teaching.pair import divergence
+from tests.conftest import recipe_data, save_model, tiny_config, tiny_model, tiny_tokenizer, words
+from tests.families import family_config
+
+Exported = Callable[..., RunFolder]
+LENGTH, STEPS, HELD = 32, 8, 8
+SETTINGS = {"tokens": STEPS * 128, "sequence_length": LENGTH, "batch_tokens": 128, "learning_rate": 1e-2}
+MIXED = {"budget": {"keep": 0.5}, "round_to": 4}
+MANY_FILES = {"max_shard_size": "20KB"}
+
+
+def export_run(base: Path, shape: str = "llama", dtype: torch.dtype = torch.float32, plan: Any = None) -> RunFolder:
+    """An exported run of a tiny model: one of SHAPES, or else of FAMILIES; `-shards` makes many files."""
+    base.mkdir(parents=True)
+    dense, name, text = base / "dense", shape.removesuffix("-shards"), base / "text.txt"
+    try:
+        save_model(dense, name, dtype, **(MANY_FILES if name != shape else {}))
+    except KeyError:
+        tiny_model(family_config(name), dtype).save_pretrained(dense)
+        tiny_tokenizer().save_pretrained(dense)
+    text.write_text(words(3000), encoding="utf-8")
+    data = recipe_data(dense, text, **(plan or {}))
+    kvprune.calibrate(make_recipe(data | {"recover": {"method": "none", **SETTINGS}}), base / "run")
+    kvprune.plan(base / "run")
+    kvprune.export(base / "run")
+    return RunFolder(base / "run")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """The exported runs of this module, by what they are of."""
+    return {}
+
+
+@pytest.fixture
+def exported(kept: dict[str, RunFolder], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Exported:
+    """A copy of an exported run, as `export_run` makes it; `name` is its folder."""
+
+    def copy(*what: Any, name: str = "run", **more: Any) -> RunFolder:
+        key = repr((what, more))
+        if key not in kept:
+            kept[key] = export_run(tmp_path_factory.mktemp("exported") / "base", *what, **more)
+        shutil.copytree(kept[key].path, tmp_path / name)
+        return RunFolder(tmp_path / name)
+
+    return copy
+
+
+def recover(run: RunFolder, options: kvprune.Options = kvprune.Options(), **section: Any) -> dict[str, Any]:
+    """Recover with SETTINGS and others."""
+    overrides = [f"recover.{key}={value}" for key, value in ({"method": "distill"} | section).items()]
+    return kvprune.recover(run.path, overrides=overrides, options=options)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in file_names(folder)}
+
+
+def weights(run: RunFolder) -> dict[str, Tensor]:
+    """What lies in the files of a checkpoint."""
+    return {name: tensor for file in run.model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def loaded(folder: Path) -> Any:
+    """A checkpoint as stock transformers loads it, in float32, with every key in its place."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def states(run: RunFolder) -> dict[str, str]:
+    return {stage: state.status for stage, state in stage_states(run, load_recipe(run.recipe)).items()}
+
+
+def reason(run: RunFolder, stage: str = "recover") -> str:
+    return stage_states(run, load_recipe(run.recipe))[stage].reason
+
+
+def edit(run: RunFolder, **section: Any) -> None:
+    """Change the recover section of a run's recipe by hand."""
+    data = yaml.safe_load(run.recipe.read_text())
+    run.recipe.write_text(yaml.safe_dump(data | {"recover": data["recover"] | section}))
+
+
+@torch.no_grad()
+def held_out_loss(run: RunFolder, source: str = "builtin-held-out") -> float:
+    """How far `model/` is from the dense model on a held-out text, worked out from two stock models."""
+    recipe = load_recipe(run.recipe)
+    dense, slim = loaded(Path(recipe.model)), loaded(run.model)
+    (text,) = [text for text in recipe.recover.held_out or () if text.source == source]
+    tokens = torch.tensor(pack(documents(text, 0), AutoTokenizer.from_pretrained(recipe.model), LENGTH, HELD))
+    return float(divergence(slim(tokens).logits, dense(tokens).logits)) / tokens.numel()
+
+
+def ruin(monkeypatch: pytest.MonkeyPatch, first: int, by: float = 1.0) -> None:
+    """Make the student worse after each step from `first` on."""
+    real = training.take_step
+
+    def take_step(work: Any, step: int) -> float:
+        loss = real(work, step)
+        for parameter in work.learning.values():
+            parameter.data += by * (step >= first)
+        return loss
+
+    monkeypatch.setattr(training, "take_step", take_step)
+
+
+LINEAR = r"layers.*_proj\.weight|\.h\.\d.*(c_attn|c_proj|c_fc)\.weight"
+LEARNING = {"values": r"down_proj\.|mlp\.c_proj\.", "ffn": r"\.mlp\.", "all": "", "lora": LINEAR}
+BY_LAYER = {"score": "contribution", "allocation": "global"}
+CASES: list[tuple[str, torch.dtype, Any, str]] = [
+    *(("llama", torch.float32, None, train) for train in LEARNING),
+    *(("gpt2", torch.float32, None, train) for train in LEARNING),
+    *(("llama-bias-tied", torch.float32, None, train) for train in ("ffn", "all")),
+    ("llama", torch.bfloat16, None, "values"),
+    ("llama", torch.float16, None, "lora"),
+    ("llama-shards", torch.float32, None, "ffn"),
+    ("llama", torch.float32, BY_LAYER, "values"),
+    ("qwen2_moe", torch.float32, MIXED, "values"),
+    ("gpt_oss", torch.float32, MIXED, "ffn"),
+    ("gemma3", torch.float32, None, "all"),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "plan", "train"), CASES)
+def test_what_learns_changes_and_all_else_stays_bit_for_bit(
+    shape: str, dtype: torch.dtype, plan: Any, train: str, exported: Exported
+) -> None:
+    run = exported(shape, dtype, plan)
+    before, were = weights(run), files(run.model)
+    report = recover(run, train=train, learning_rate=1e-3 if train == "all" else 1e-2)
+    after = weights(run)
+    assert report["improved"]
+    assert report["best"] > 0
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in after.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in before.items()
+    }
+    # An image is not in the text, and what sees it learns nothing.
+    wanted = {name for name in before if re.search(LEARNING[train], name) and not re.search("vision|projector", name)}
+    assert {name for name, tensor in after.items() if not torch.equal(tensor, before[name])} == wanted
+    for name, content in files(run.model).items():
+        assert content == were[name] or name.endswith((".safetensors", "README.md", "kvprune.json")), name
+    assert files(run.model).keys() == were.keys()
+    model = loaded(run.model)
+    assert model.num_parameters() == json.loads(were["kvprune.json"])["budget"]["after"]["total_params"]
+    best = next(look for look in report["looks"] if look["step"] == report["best"])
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    assert held_out_loss(run) == pytest.approx(best["texts"]["builtin-held-out"]["loss"], rel=tolerance)
+    assert states(run)["recover"] == "current"
+    assert not run.recovering.exists()
+
+
+def test_the_report_tells_the_losses_and_what_learned(exported: Exported) -> None:
+    run = exported()
+    before = held_out_loss(run) if (edit(run, held_out=["builtin-held-out"]) is None) else math.nan
+    report = recover(run)
+    assert report == json.loads(run.recovered.read_text())
+    assert [look["step"] for look in report["looks"]] == [0, 2, 4, 6, 8]
+    assert all(set(look["texts"]) == {"held-back", "builtin-held-out"} for look in report["looks"])
+    assert report["looks"][0]["texts"]["builtin-held-out"]["loss"] == pytest.approx(before, rel=1e-4)
+    assert report["tokens"] == SETTINGS["tokens"] == len(report["losses"]) * 128
+    assert report["learning"] == sum(tensor.numel() for name, tensor in weights(run).items() if ".mlp." in name)
+    about = json.loads((run.model / "kvprune.json").read_text())["recover"]
+    assert {key: report[key] for key in ("tokens", "best", "steps", "learning", "looks")}.items() <= about.items()
+
+
+def test_the_same_recipe_gives_the_same_bytes(exported: Exported) -> None:
+    one, two = exported(name="one"), exported(name="two")
+    for run in (one, two):
+        recover(run, train="lora", rank=4)
+    assert files(one.model)["model.safetensors"] == files(two.model)["model.safetensors"]
+
+
+def test_types_may_differ_from_one_recovery_to_the_next(exported: Exported) -> None:
+    kinds = (torch.float32, torch.bfloat16, torch.float32)
+    reports = [recover(exported("llama", kind, name=str(at))) for at, kind in enumerate(kinds)]
+    assert [report["provenance"]["run"]["dtype"] for report in reports] == ["float32", "bfloat16", "float32"]
+    assert reports[0]["losses"] == reports[2]["losses"]
+
+
+@pytest.mark.parametrize("train", ["ffn", "lora"])
+def test_a_stopped_recovery_goes_on_and_ends_with_the_same_bytes(
+    train: str, exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = exported(name="whole"), exported(name="parts")
+    expected = recover(whole, train=train)
+    were, real, steps = files(parts.model), training.take_step, list[int]()
+    polite = {2: signal.SIGTERM, 5: signal.SIGINT, 7: signal.SIGINT}  # after the first look, between two, at the end
+
+    def take_step(work: Any, step: int) -> float:
+        if step == 4 and 4 not in steps:  # a rude stop: what was kept by then is all there is
+            steps.append(step)
+            raise KeyboardInterrupt
+        if step in polite:
+            os.kill(os.getpid(), polite.pop(step))
+        steps.append(step)
+        return real(work, step)
+
+    monkeypatch.setattr(training, "take_step", take_step)
+    for _ in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            recover(parts, train=train)
+        assert files(parts.model) == were
+        assert not parts.recovered.exists()
+        assert states(parts)["recover"] == "missing"
+    report = recover(parts, train=train)
+    assert steps == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]  # the second stop lost what came after the first
+    assert files(parts.model)["model.safetensors"] == files(whole.model)["model.safetensors"]
+    assert {**report, "seconds": 0} == {**expected, "seconds": 0}
+    assert not parts.recovering.exists()
+
+
+def test_a_killed_recovery_goes_on_from_the_last_save(exported: Exported, caplog: pytest.LogCaptureFixture) -> None:
+    whole, parts = exported(name="whole"), exported(name="parts")
+    recover(whole)
+    code = (
+        "import os, sys, kvprune; from kvprune.teaching import training\n"
+        "training.SECONDS_BETWEEN_SAVES, real = 0, training.take_step\n"
+        "training.take_step = lambda work, step: os._exit(9) if step == 5 else real(work, step)\n"
+        "kvprune.recover(sys.argv[1], overrides=['recover.method=distill'])"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # products round differently with it
+    done = subprocess.run([sys.executable, "-c", code, str(parts.path)], env=environment, check=False)
+    assert done.returncode == 9
+    with caplog.at_level(logging.INFO, "kvprune"):
+        recover(parts)
+    assert "recover: going on after 5 of 8 steps" in caplog.text
+    assert files(parts.model)["model.safetensors"] == files(whole.model)["model.safetensors"]
+
+
+@pytest.mark.parametrize("other", [{"learning_rate": 5e-3}, {"train": "values"}, {"seed": 1}])
+def test_a_stopped_recovery_of_other_settings_is_not_gone_on_with(
+    other: dict[str, Any], exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fresh = exported(name="run"), exported(name="fresh")
+    real = training.take_step
+
+    def take_step(work: Any, step: int) -> float:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(work, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "take_step", take_step)
+        with pytest.raises(KeyboardInterrupt):
+            recover(run)
+    assert recover(run, **other)["losses"] == recover(fresh, **other)["losses"]
+    assert files(run.model)["model.safetensors"] == files(fresh.model)["model.safetensors"]
+    assert not run.recovering.exists()
+
+
+def test_the_best_point_stays_and_not_the_last(exported: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = exported()
+    ruin(monkeypatch, first=6)
+    report = recover(run)
+    assert 0 < report["best"] <= 6
+    losses = {look["step"]: look["texts"]["builtin-held-out"]["loss"] for look in report["looks"]}
+    assert held_out_loss(run) == pytest.approx(losses[report["best"]], rel=1e-4)
+    assert losses[8] > 2 * losses[0]
+
+
+def test_what_was_gained_before_the_loss_diverged_stays(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = exported()
+    ruin(monkeypatch, first=6)
+    report = recover(run, tokens=16 * 128)
+    assert report["improved"]
+    assert report["best"] == 4
+    assert len(report["losses"]) < 16
+    assert f"recover: stopped: {report['stopped']}" in caplog.text
+    assert "the loss diverges" in report["stopped"]
+    losses = {look["step"]: look["texts"]["builtin-held-out"]["loss"] for look in report["looks"]}
+    assert held_out_loss(run) == pytest.approx(losses[4], rel=1e-4)
+    assert states(run)["recover"] == "current"
+
+
+def test_where_nothing_improves_the_model_stays_as_exported(
+    exported: Exported, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = exported(plan={"budget": {"keep": 1.0}})  # the dense model itself: nothing can be better
+    were = files(run.model)
+    assert main(["recover", str(run.path), "--set", "recover.method=distill"]) == 0
+    out, err = capsys.readouterr()
+    assert "no point was better than before: the checkpoint stays as it was" in out
+    assert f"recover: no point of the training was better on held-out text: {run.model} stays as it was" in err
+    report = json.loads(run.recovered.read_text())
+    assert not report["improved"]
+    assert report["best"] == report["looks"][0]["texts"]["builtin-held-out"]["loss"] == 0
+    assert files(run.model) == were
+    assert states(run)["recover"] == "current"
+    assert not run.recovering.exists()
+    assert recover(run) == report  # done before
+
+
+def test_a_loss_that_is_no_number_is_one_line_that_names_the_learning_rate(exported: Exported) -> None:
+    run = exported()
+    recipe, were = load_recipe(run.recipe, ["recover.method=distill"]), files(run.model)
+    wild = recipe.model_copy(update={"recover": recipe.recover.model_copy(update={"learning_rate": 1e30})})
+    with pytest.raises(KvpruneError, match=r"^recover: the loss of step 2 is not finite, .* lower recover\.learning_ra"):
+        kvprune.run(wild, run.path)
+    assert files(run.model) == were
+    assert not run.recovered.exists()
+    assert not run.recovering.exists()
+
+
+def test_a_loss_that_diverges_is_one_line_that_names_the_learning_rate(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = exported()
+    were = files(run.model)
+    ruin(monkeypatch, first=0, by=0.05)
+    changes = ["--set", "recover.method=distill", "--set", "recover.tokens=16*128".replace("16*128", "2048")]
+    assert main(["recover", str(run.path), "--quiet", *changes]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"error: recover: the loss diverges: .* lower recover\.learning_rate \(0\.01\)", lines[-1])
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert files(run.model) == were
+    assert states(run)["recover"] == "missing"
+    assert not run.recovering.exists()
