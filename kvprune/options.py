@@ -98,7 +98,7 @@ def make_course(
         device=device,
         ranks=ranks,
         checkpointing=options.checkpointing,
-        shared=not _splits_models(),
+        split=os.environ.get("ACCELERATE_USE_FSDP", "false") == "true",  # as its launcher says
     )
 
 
@@ -109,7 +109,7 @@ def check_recovery(recipe: Recipe, dense: Dense, options: Options) -> None:
         check_text(source, "recover")
     course = make_course(recipe, dense, options, launched(), torch.empty(0), {})
     course.check()
-    if course.shared:
+    if not course.split:  # else each process holds a part, and accelerate knows which
         kind = getattr(torch, course.dtype)
         check_training(dense, section, device, kind, course.micro, whole=not course.checkpointing)
 
@@ -117,8 +117,3 @@ def check_recovery(recipe: Recipe, dense: Dense, options: Options) -> None:
 def _training_dtype(recipe: Recipe, dense: Dense, device: str) -> str:
     dtype = dense.run_dtype(recipe.dtype, device)
     return "bfloat16" if dtype == "float16" else dtype  # whose gradients would vanish
-
-
-def _splits_models() -> bool:
-    """Whether the launcher asks for FSDP, which splits each model on its own."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"

@@ -77,7 +77,7 @@ def judged(model: Any, tests: Tests, folder: Path, name: str, *, running: bool) 
     evaluating.judge_slim(tests.judge, model, {"name": name}, folder)
     tasks = {}
     for task in tests.judge.section.tasks:
-        rows = [json.loads(row) for row in _lines(samples_file(folder, task))]
+        rows = [json.loads(row) for row in _lines(samples_file(folder / "slim", task))]
         tasks[task] = [float(row["acc"]) for row in sorted(rows, key=lambda row: int(row["doc_id"]))]
     return {
         "wikitext": losses(model, tests.wikitext),

@@ -51,7 +51,12 @@ class Course:
     device: str
     ranks: Ranks
     checkpointing: bool = False
-    shared: bool = True  # whether student and teacher may hold tensors together
+    split: bool = False  # whether models are split over the processes (FSDP): then nothing is shared between two
+
+    @property
+    def loaded_on(self) -> str:
+        """Where models are loaded: one that is to be split may be too large for the device."""
+        return "cpu" if self.split else self.device
 
     @property
     def per_step(self) -> int:
