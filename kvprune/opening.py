@@ -73,6 +73,7 @@ def open_checked(
     if recipe.recover.method != "none" and states["recover"].status != "current":
         _check_length("recover", recipe.recover.sequence_length, dense)
         check_recovery(recipe, dense, options)
+        preflight.check_disk(place.path, preflight.training_disk(dense, recipe.recover), " to recover")
     if budget:
         _check_budget(recipe, place, dense, states)
     if recipe.refit.method != "none":

@@ -165,10 +165,7 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
     """
     layout, size = dense.layout, dtype.itemsize
     hidden, width = max(ffn.hidden for ffn in layout.ffns), layout.widest
-    slots = sum(ffn.width * ffn.params_per_slot for ffn in layout.ffns)
-    values = sum(ffn.width * ffn.hidden for ffn in layout.ffns)
-    learning = {"values": values, "ffn": slots, "all": layout.total_params, "lora": layout.total_params // 50}
-    models = 2 * layout.total_params * size + learning[section.train] * FLOAT32_AND_ADAM
+    models = 2 * layout.total_params * size + _learning(layout, section) * FLOAT32_AND_ADAM
     layers = (len(layout.layers) if whole else 1) * (16 * hidden + 8 * width) * size + len(
         layout.layers
     ) * hidden * size
@@ -184,6 +181,19 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
             f"{dense.source.title}: a recovery needs about {_gib(models + batch)} on {device} ({parts}), and "
             f"{_gib(free)} are free; use {', or '.join([*ways, 'a device with more memory'])}"
         )
+
+
+def training_disk(dense: Dense, section: Recover) -> int:
+    """Bytes that a recovery takes on disk: its last step with two moments, its best point, the new checkpoint twice."""
+    return _learning(dense.layout, section) * 4 * 4 + 2 * dense.checkpoint.bytes
+
+
+def _learning(layout: Layout, section: Recover) -> int:
+    """How many parameters learn, at most."""
+    slots = sum(ffn.width * ffn.params_per_slot for ffn in layout.ffns)
+    values = sum(ffn.width * ffn.hidden for ffn in layout.ffns)
+    total = layout.total_params
+    return {"values": values, "ffn": slots, "all": total, "lora": total // 50}[section.train]
 
 
 def check_weights(dense: Dense, setup: Setup, purpose: str) -> None:
@@ -211,14 +221,14 @@ def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage
         )
 
 
-def check_disk(run: Path, needed: int) -> None:
-    """Log the disk that an export needs. Raises KvpruneError where the run folder's disk has less."""
+def check_disk(run: Path, needed: int, purpose: str = "") -> None:
+    """Log the disk that an export, or a `purpose`, needs. Raises KvpruneError where the run folder's disk has less."""
     place = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    log.info("disk: %s needed, %s free", _gib(needed), _gib(free))
+    log.info("disk: %s needed%s, %s free", _gib(needed), purpose, _gib(free))
     if free < needed:
         raise KvpruneError(
-            f"{run}: {needed:,} bytes are needed and {free:,} are free; make room or choose another disk"
+            f"{run}: {needed:,} bytes are needed{purpose} and {free:,} are free; make room or choose another disk"
         )
 
 

@@ -302,7 +302,7 @@ def _made(run: dict[str, Any]) -> dict[str, Any]:
         facts.append(("Counted on", where))
     facts.append(("Calibration tokens, SHA-256", run.get("tokens")))
     if verified := run.get("verified"):
-        facts.append(("Verified", _verified(verified)))
+        facts.append(("Verified", _verified(verified, trained=bool((run.get("recover") or {}).get("improved")))))
     folded = [("Stages", tables.stages(run)), ("Digests of files", tables.digests(run))]
     if "made_with" in run:
         folded.insert(1, ("Versions", tables.versions(run)))
@@ -317,9 +317,9 @@ def _made(run: dict[str, Any]) -> dict[str, Any]:
     return {"name": run["name"], "facts": facts, "recipe": run["written"], "tables": folded, "commands": commands}
 
 
-def _verified(verified: dict[str, Any]) -> str:
-    apart = verified["logit_difference"]
-    logits = f"logits within {apart:.1e} of the masked dense model's" if apart is not None else verified["note"]
+def _verified(verified: dict[str, Any], *, trained: bool) -> str:
+    apart, whose = verified["logit_difference"], "trained model's" if trained else "masked dense model's"
+    logits = f"logits within {apart:.1e} of the {whose}" if apart is not None else verified["note"]
     return f"{verified['tensors']} tensors bit for bit; {logits}"
 
 
