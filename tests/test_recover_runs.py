@@ -2,22 +2,23 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from torch import Tensor
 
 import kvprune
-from kvprune.artifacts import RunFolder
+from kvprune.artifacts import RunFolder, file_names
 from kvprune.cli import main
 from kvprune.errors import StaleError
 from kvprune.recipe import load_recipe
 from kvprune.sources import samples
 from kvprune.staleness import stage_states
 from tests.conftest import tiny_config, tiny_model, tiny_tokenizer
-from tests.test_recover import HALF, LENGTH, SETTINGS, STEPS, exported, files, prose, recover, states
+from tests.test_recover import HELD, LENGTH, SETTINGS, STEPS, exported, files, prose, recover, states
 
 
 def reason(run: RunFolder, stage: str = "recover") -> str:
@@ -110,34 +111,42 @@ def test_own_samples_are_kept_and_drawn_once(tmp_path: Path, monkeypatch: pytest
     run = exported(tmp_path)
     first = recover(run, text="self")
     rows = json.loads(run.recover_samples.read_text())["tokens"]
-    assert torch.tensor(rows).shape == (STEPS * SETTINGS["batch_tokens"] / LENGTH + 8, LENGTH)
-    content = run.recover_samples.read_bytes()
+    assert len(rows) >= STEPS * SETTINGS["batch_tokens"] / LENGTH + HELD
+    assert {len(row) for row in rows} == {LENGTH}
+    content, real, drawn = run.recover_samples.read_bytes(), samples.sample, list[int]()
 
-    def never(*_: Any) -> None:
-        raise AssertionError
+    def sample(model: Any, first: Tensor, *how: Any) -> Tensor:
+        drawn.append(len(first))
+        return real(model, first, *how)
 
-    monkeypatch.setattr(samples, "sample", never)
+    monkeypatch.setattr(samples, "sample", sample)
     second = recover(run, learning_rate=1e-3)
     assert run.recover_samples.read_bytes() == content
+    assert not drawn
     assert second["losses"][0] == first["losses"][0]
     assert second["losses"] != first["losses"]
+    recover(run, tokens=2 * SETTINGS["tokens"])
+    more = json.loads(run.recover_samples.read_text())["tokens"]
+    assert more[: len(rows)] == rows
+    assert sum(drawn) == len(more) - len(rows) > 0
     assert not run.samples.exists()  # those of a calibration are others
 
 
+TEACHING = ("recover.method=distill",)
 BAD = {
     "tokens=1M": r"recover\.tokens: \S+text\.txt holds [\d,]+ tokens in full sequences of 32, and 1,000,\d+ of it are "
     r"asked for; lower recover\.tokens",
-    "batch_tokens=100": r".*recover\.batch_tokens: should be a multiple of sequence_length \(32\), as 96 or 128, got 100",
-    "rank=4": ".*recover.rank: is read by train lora only, and train is ffn: remove it, got 4",
-    "method=none": r"\S+: recover.method is none; run: kvprune recover \S+ --set recover.method=distill",
-    "method=rl": r".*recover\.method: should be 'none' or 'distill', got 'rl'",
-    "learning_rat=0.1": r".*recover\.learning_rat: unknown key\. Did you mean learning_rate\? Allowed: method, text, .*",
-    "learning_rate=0": r".*recover\.learning_rate: should be greater than 0, got 0",
-    "train=lora": None,
-    "text=/no/where.txt": r"recover\.text: /no/where\.txt: no such file or folder",
-    "held_out=self": r".*recover\.held_out: should be a text that is there, not the model's own samples, got 'self'",
-    "held_out=SHORT": r"recover\.held_out: \S+short\.txt holds less than one sequence of 32 tokens",
     "text=SHORT": r"recover\.tokens: \S+short\.txt holds 0 tokens in full sequences of 32, and .*",
+    "text=/no/where.txt": r"recover\.text: /no/where\.txt: no such file or folder",
+    "held_out=SHORT": r"recover\.held_out: \S+short\.txt holds less than one sequence of 32 tokens",
+    "held_out=self": r".*recover\.held_out: should be a text that is there, not the model's own samples, got 'self'",
+    "batch_tokens=100": r".*recover\.batch_tokens: should be a multiple of sequence_length \(32\), as 96 or 128, got 1.*",
+    "sequence_length=512": r".*recover\.batch_tokens: should be a multiple of sequence_length \(512\), as 512, got 128",
+    "rank=4": r".*recover\.rank: is read by train lora only, and train is ffn: remove it, got 4",
+    "method=none": r"\S+: recover\.method is none; run: kvprune recover \S+ --set recover\.method=distill",
+    "method=rl": r".*recover\.method: should be 'none' or 'distill', got 'rl'",
+    "learning_rat=1": r".*recover\.learning_rat: unknown key\. Did you mean learning_rate\? Allowed: method, text, .*",
+    "learning_rate=0": r".*recover\.learning_rate: should be greater than 0, got 0",
 }
 
 
@@ -155,7 +164,7 @@ def refused(run: RunFolder, capsys: pytest.CaptureFixture[str], *changes: str) -
     return err.removeprefix("error: ").removesuffix("\n")
 
 
-@pytest.mark.parametrize("change", [key for key, line in BAD.items() if line])
+@pytest.mark.parametrize("change", BAD)
 def test_bad_settings_are_one_line_and_a_trained_model_stays(
     change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,5 +172,55 @@ def test_bad_settings_are_one_line_and_a_trained_model_stays(
     short.write_text("so short", encoding="utf-8")
     recover(run, tokens=256)
     capsys.readouterr()
-    assert re.fullmatch(str(BAD[change]), refused(run, capsys, f"recover.{change.replace('SHORT', str(short))}"))
+    assert re.fullmatch(BAD[change], refused(run, capsys, f"recover.{change.replace('SHORT', str(short))}"))
     assert states(run)["recover"] == "current"
+
+
+def test_a_sequence_over_the_models_positions_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(exported(tmp_path), capsys, *TEACHING, "recover.sequence_length=256", "recover.batch_tokens=256")
+    assert line == "recover.sequence_length: 256 is over the model's max_position_embeddings 128"
+
+
+def test_adapters_beside_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = exported(tmp_path, "qwen2_moe")
+    line = refused(run, capsys, *TEACHING, "recover.train=lora")
+    stack = "model.layers.1.mlp.experts.down_proj is a stack of experts"
+    assert line == f"recover.train: lora adapts linear maps, and {stack}; use train: ffn or values"
+
+
+def test_a_run_without_an_export_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = exported(tmp_path)
+    shutil.rmtree(run.model)
+    assert refused(run, capsys, *TEACHING) == f"{run.path}: export is missing; run: kvprune export {run.path}"
+    (tmp_path / "empty").mkdir()
+    line = refused(RunFolder(tmp_path / "empty"), capsys, *TEACHING)
+    assert line.startswith(f"{tmp_path / 'empty'}: not a run folder (no recipe.yaml)")
+
+
+def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = exported(tmp_path)
+    tiny_model(tiny_config("llama", vocab_size=300)).save_pretrained(run.model)
+    about = run.model / "kvprune.json"
+    sizes = {name: (run.model / name).stat().st_size for name in file_names(run.model) if name != about.name}
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"files": sizes}))
+    line = refused(run, capsys, *TEACHING)
+    assert line == (
+        f"{run.model}: has 300 words in its vocabulary and its teacher dense 260: nothing can be taught between them"
+    )
+
+
+def test_what_the_user_keeps_in_the_model_is_not_lost_nor_is_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, fresh = exported(tmp_path, name="run"), exported(tmp_path, name="fresh")
+    notes = run.model / "notes.txt"
+    notes.write_text("mine", encoding="utf-8")
+    were = files(run.model)
+    given = [word for change in TEACHING for word in ("--set", change)]
+    assert main(["recover", str(run.path), "--quiet", *given]) == 1
+    assert re.search(r"^error: \S+: holds notes\.txt, which is not of the export; .*", capsys.readouterr().err, re.M)
+    assert files(run.model) == were
+    recover(fresh)
+    notes.unlink()
+    recover(run)
+    assert files(run.model)["model.safetensors"] == files(fresh.model)["model.safetensors"]
