@@ -1,0 +1,35 @@
+"""kvprune as its command line, in a process that accelerate takes for one with a GPU: it splits models (FSDP) there only.
+
+Splitting itself is real, over gloo between CPUs.
+"""
+
+import sys
+from typing import Any
+
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
+
+from kvprune.cli import main
+from kvprune.teaching import training
+
+
+def split() -> None:
+    """Have accelerate split what it prepares, and say so on stderr."""
+    init, prepare = PartialState.__init__, training.prepare
+
+    def on_a_gpu(self: Any, *arguments: Any, **more: Any) -> None:
+        init(self, *arguments, **more)
+        self.distributed_type = DistributedType.MULTI_GPU
+
+    def telling(*arguments: Any) -> training.Work:
+        work = prepare(*arguments)
+        print("split:", all(isinstance(item, DTensor) for item in work.learning.values()), file=sys.stderr)
+        return work
+
+    PartialState.__init__ = on_a_gpu  # type: ignore[method-assign]
+    training.prepare = telling
+
+
+if __name__ == "__main__":
+    split()
+    sys.exit(main(sys.argv[1:]))
