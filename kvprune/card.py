@@ -94,12 +94,13 @@ def unpublished(about: dict[str, Any]) -> dict[str, list[str]]:
     texts = {"calibrate.text": recipe["calibrate"]["text"]}
     if about.get("recover"):
         texts |= {f"recover.{key}": recipe["recover"][key] for key in ("text", "held_out")}
+    tasks = recipe["evaluate"]["include_path"] if about.get("recover") else None  # whose documents were not trained on
     known = (*BUILTIN_TEXTS, *(about["calibration"] or {}).get("datasets", ()), *_trained_on(about))
     found = {} if about["model"]["commit"] or model.startswith("builtin:") else {"model": [model]}
     for key, sources in texts.items():
         if local := [source["source"] for source in sources if source["source"] not in known]:
             found[key] = local
-    return found
+    return found | ({"evaluate.include_path": [tasks]} if tasks else {})
 
 
 def _trained_on(about: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from kvprune import preflight
 from kvprune.artifacts import RunFolder, read_meta
 from kvprune.dense import Dense, open_dense
 from kvprune.errors import KvpruneError, StaleError
-from kvprune.options import Options, check_recovery, prepare
+from kvprune.options import Options, check_recovery, check_teachable, prepare
 from kvprune.ranks import launched
 from kvprune.recipe import load_recipe
 from kvprune.schema import Recipe
@@ -58,9 +58,9 @@ def need(place: RunFolder, recipe: Recipe, stage: str) -> None:
 
 
 def open_checked(
-    recipe: Recipe, place: RunFolder, options: Options, walks: tuple[str, ...] = (), *, budget: bool = True
+    recipe: Recipe, place: RunFolder, options: Options, stages: tuple[str, ...] = (), *, budget: bool = True
 ) -> Dense:
-    """Open the model, and check all that can be checked before minutes are spent on the stages `walks`.
+    """Open the model, and check all that can be checked before minutes are spent on `stages`.
 
     Unless the `budget` is no matter, it is told and checked, and so is what an export needs.
     """
@@ -72,8 +72,10 @@ def open_checked(
     _check_length("calibrate", recipe.calibrate.sequence_length, dense)
     if recipe.recover.method != "none" and states["recover"].status != "current":
         _check_length("recover", recipe.recover.sequence_length, dense)
-        check_recovery(recipe, dense, options)
-        preflight.check_disk(place.path, preflight.training_disk(dense, recipe.recover), " to recover")
+        check_teachable(recipe, dense)
+        if "recover" in stages:  # else it may be done by other processes, on another machine
+            check_recovery(recipe, dense, options)
+            preflight.check_disk(place.path, preflight.training_disk(dense, recipe.recover), " to recover")
     if budget:
         _check_budget(recipe, place, dense, states)
     if recipe.refit.method != "none":
@@ -81,8 +83,8 @@ def open_checked(
         dense.check_values()
     if recipe.plan.allocation == "sensitivity" and states["plan"].status != "current":
         prepare(recipe, dense, options, launched(), "plan")
-    for stage in walks:
-        if states[stage].status != "current":
+    for stage in stages:
+        if stage != "recover" and states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense
 

@@ -16,6 +16,7 @@ from kvprune.ranks import Ranks, launched, own_device
 from kvprune.schema import Recipe
 from kvprune.sources.models import pick_device
 from kvprune.sources.texts import check_text, self_share
+from kvprune.teaching.students import check_adaptable
 from kvprune.teaching.training import Course
 
 
@@ -102,13 +103,29 @@ def make_course(
     )
 
 
+def check_teachable(recipe: Recipe, dense: Dense) -> None:
+    """Refuse a recovery that cannot be done anywhere, before anything is."""
+    section = recipe.recover
+    taught, held = section.text or [], section.held_out or []
+    for source in (*taught, *held):
+        check_text(source, "recover")
+    seen = [source.model_dump(exclude={"weight"}) for source in taught]
+    if twice := next((source for source in held if source.model_dump(exclude={"weight"}) in seen), None):
+        raise KvpruneError(
+            f"recover.held_out: {twice.source} is trained on; name another text (some of recover.text is held back "
+            "anyway)"
+        )
+    if section.train == "lora":
+        check_adaptable(dense.layout)
+
+
 def check_recovery(recipe: Recipe, dense: Dense, options: Options) -> None:
     """Refuse a recovery that cannot be done here, before anything is."""
     section, device = recipe.recover, options.own_device()
-    for source in (*(section.text or ()), *(section.held_out or ())):
-        check_text(source, "recover")
     course = make_course(recipe, dense, options, launched(), torch.empty(0), {})
     course.check()
+    if course.split and os.environ.get("FSDP_VERSION") != "2":
+        raise KvpruneError("recover: models are split by FSDP 2 only; add --fsdp_version 2 to accelerate launch")
     if not course.split:  # else each process holds a part, and accelerate knows which
         kind = getattr(torch, course.dtype)
         check_training(dense, section, device, kind, course.micro, whole=not course.checkpointing)

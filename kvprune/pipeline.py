@@ -59,7 +59,7 @@ def run(
     _alone("run")
     recipe, place = begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
-    dense = open_checked(recipe, place, options, walks=("calibrate", "refit"))
+    dense = open_checked(recipe, place, options, stages=("calibrate", "refit", "recover"))
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense, options)
@@ -84,7 +84,7 @@ def calibrate(
     process counts its share.
     """
     recipe, place = begin(recipe, folder, overrides)
-    dense = open_checked(recipe, place, options, walks=("calibrate", "refit"), budget=budget)
+    dense = open_checked(recipe, place, options, stages=("calibrate", "refit"), budget=budget)
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         _calibrate(recipe, place, dense, options, ranks)
     return place.stats
@@ -111,7 +111,7 @@ def refit(folder: str | Path, *, overrides: list[str] | None = None, options: Op
     """
     recipe, place = resume(folder, overrides, "refit")
     need(place, recipe, "refit")
-    dense = open_checked(recipe, place, options, walks=("refit",))
+    dense = open_checked(recipe, place, options, stages=("refit",))
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         return _refit(recipe, place, dense, options, ranks)
 
@@ -138,7 +138,7 @@ def recover(folder: str | Path, *, overrides: list[str] | None = None, options: 
             f"{folder}: recover.method is none; run: kvprune recover {folder} --set recover.method=distill"
         )
     need(place, recipe, "recover")
-    dense = open_checked(recipe, place, options)
+    dense = open_checked(recipe, place, options, stages=("recover",))
     with joined(options.own_device()) as ranks, _writing(place, ranks):
         return _recover(recipe, place, dense, options, ranks)
 
@@ -172,7 +172,7 @@ def show(folder: str | Path, *, html: str | Path | None = None) -> dict[str, Any
 
 def _alone(verb: str) -> None:
     if launched().count > 1:
-        raise KvpruneError(f"kvprune {verb} is the work of one process; torchrun is for kvprune calibrate and refit")
+        raise KvpruneError(f"kvprune {verb} is the work of one process; torchrun is for calibrate, refit and recover")
 
 
 @contextmanager
@@ -302,6 +302,8 @@ def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, r
 def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) -> dict[str, Any]:
     if _current(place, recipe, "evaluate"):
         return dict(read_json(place.results))
+    if recipe.recover.method != "none":
+        _tell_unsearched(place, recipe)
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     manager = evaluating.task_manager(recipe.evaluate)
     judge = evaluating.Judge(recipe.evaluate, tokenizer, manager, options.batch_size)
@@ -310,3 +312,15 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
     _save_recipe(place, recipe)
     write_json(place.results, results)
     return results
+
+
+def _tell_unsearched(place: RunFolder, recipe: Recipe) -> None:
+    """Warn of tasks whose documents may have been trained on: a recovery leaves out those of the tasks of its time."""
+    seen, section = read_json(place.recovered).get("judged", {"tasks": [], "limit": None}), recipe.evaluate
+    if not set(section.tasks) <= set(seen["tasks"]) or seen["limit"] not in (None, section.limit):
+        some = f"the first {seen['limit']} documents" if seen["limit"] else "documents"
+        log.warning(
+            "evaluate: the text of the recovery was searched for %s of %s only: it may hold others that are judged on",
+            some,
+            ", ".join(seen["tasks"]) or "no task",
+        )

@@ -1,4 +1,4 @@
-"""Several processes at one calibration or refit, as `torchrun` starts them: who am I, and sums over all of us.
+"""Several processes at one calibration, refit or recovery, as `torchrun` starts them: who am I, and sums over all.
 
 Every process (rank) has a share of the batches. Sums go through torch.distributed: gloo between CPUs, nccl between
 GPUs. Rank 0 alone writes to the run folder. One process is the same with nothing to do.

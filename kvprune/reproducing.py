@@ -40,7 +40,7 @@ ABOUT = "kvprune.json"
 MARK = "reproduce.json"  # tells a run of ours from the user's own
 NEEDED = ("recipe", "model", "made_with", "calibration", "inputs")
 TEXTS = ("calibrate.text", "recover.text", "recover.held_out")
-OVERRIDES = ("model", *TEXTS)  # where things are; all else would be another recipe
+OVERRIDES = ("model", *TEXTS, "evaluate.include_path")  # where things are; all else would be another recipe
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def reproduce(
     for reason in reasons:
         log.warning("reproduce: %s", reason)
     _run_again(published, recipe, place, options)
-    reasons += _other_model(published.about, read_json(place.model / ABOUT))
+    about = read_json(place.model / ABOUT)
+    reasons += _other_model(published.about, about) + _other_text(published.about, about)
     old, new = open_checkpoint(published.folder), open_checkpoint(place.model)
     found = differing(old, new)
     if folder is None:
@@ -158,6 +159,8 @@ def _recipe(published: Published, overrides: list[str]) -> Recipe:
             )
     about = published.about
     data, commit = about["recipe"], about["model"].get("commit")
+    if not about.get("recover"):  # it is as it was exported
+        data = data | {"recover": {"method": "none"}}
     if commit:
         data = data | {"model": f"{str(data['model']).partition('@')[0]}@{commit}"}
     where = f"{published.name}: {ABOUT}: recipe"
@@ -220,12 +223,14 @@ def _differences(about: dict[str, Any], options: Options) -> list[str]:
     ]
     now = {"device": options.own_device().partition(":")[0], "batch_size": options.batch_size, "processes": 1}
     ways = {"device": "--device", "batch_size": "--batch-size"}
-    run = about["calibration"].get("run", {})
-    return found + [
+    runs = [(about.get(stage) or {}).get("run", {}) for stage in ("calibration", "recover")]
+    others = [
         f"{name} was {run[name]} and is {value}" + (f" ({ways[name]} {run[name]})" if name in ways else "")
+        for run in runs
         for name, value in now.items()
         if run.get(name, value) != value
     ]
+    return [*found, *dict.fromkeys(others)]
 
 
 def _other_model(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -236,6 +241,12 @@ def _other_model(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     sizes, others = (_sizes(about["inputs"].get("model", {})) for about in (then, now))
     changed = next((name for name in {**sizes, **others} if sizes.get(name) != others.get(name)), None)
     return [f"the base model's {changed} is another"] if changed else []
+
+
+def _other_text(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Whether a recovery was trained on other tokens."""
+    before, after = ((about.get("recover") or {}).get("token_digest") for about in (then, now))
+    return ["recover.text gives other tokens than were trained on"] if after and before != after else []
 
 
 def _sizes(fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -267,12 +278,12 @@ def _run_again(published: Published, recipe: Recipe, place: RunFolder, options: 
     write_text(place.recipe, dump_recipe(recipe))
     if self_share(recipe.calibrate) and not place.stats.is_file():
         with only_errors():  # the calibration tells
-            dense = open_checked(recipe, place, options, walks=("calibrate",))
+            dense = open_checked(recipe, place, options, stages=("calibrate",))
         _check_tokens(published, token_digest(calibration_tokens(recipe, place, dense, options)))
     pipeline.calibrate(recipe, place.path, options=options)
     _check_tokens(published, read_meta(place.stats)["inputs"]["tokens"])
     pipeline.plan(place.path, options=options)
     pipeline.refit(place.path, options=options)
     pipeline.export(place.path, options=options)
-    if published.about.get("recover"):  # without it, the model is as it was exported
+    if recipe.recover.method != "none":
         pipeline.recover(place.path, options=options)

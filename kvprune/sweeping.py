@@ -75,7 +75,7 @@ def sweep(
     not valid, before anything is run.
     """
     if launched().count > 1:
-        raise KvpruneError("kvprune sweep is the work of one process; torchrun is for kvprune calibrate and refit")
+        raise KvpruneError("kvprune sweep is the work of one process; torchrun is for calibrate, refit and recover")
     root = Path(folder)
     if RunFolder(root).recipe.is_file():
         raise KvpruneError(f"{folder}: is a run folder; name a folder for the runs, with another -o")
@@ -207,7 +207,7 @@ def _check_all(planned: Sequence[_Planned], options: Options) -> None:
     for each in progress(planned, total=len(planned), label="check", unit="recipes"):
         try:
             with only_errors():  # its run tells
-                open_checked(each.recipe, each.place, options, walks=("calibrate", "refit"))
+                open_checked(each.recipe, each.place, options, stages=("calibrate", "refit", "recover"))
         except KvpruneError as error:
             problems.setdefault("; ".join(str(error).splitlines()), []).append(each.combination.name)
     _refuse(problems, len(planned))

@@ -1,4 +1,4 @@
-"""kvprune as its command line, in a process that accelerate takes for one with a GPU: it splits models (FSDP) there only.
+"""kvprune as its command line, where accelerate takes CPUs for GPUs: it splits models (FSDP) on those only.
 
 Splitting itself is real, over gloo between CPUs.
 """
@@ -26,8 +26,8 @@ def split() -> None:
         print("split:", all(isinstance(item, DTensor) for item in work.learning.values()), file=sys.stderr)
         return work
 
-    PartialState.__init__ = on_a_gpu  # type: ignore[method-assign]
-    training.prepare = telling
+    PartialState.__init__ = on_a_gpu
+    training.prepare = telling  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_a_run_does_all_stages_and_then_nothing(recipe: Path, tmp_path: Path) ->
         rows = (run / "eval" / name / "builtin.samples.jsonl").read_text().splitlines()
         assert len(rows) == 1  # the limit
         assert json.loads(rows[0])["doc"]["text"]
-    assert statuses(run) == ["current"] * 5
+    assert statuses(run) == ["current"] * 6
     assert load_recipe(run / "recipe.yaml") == load_recipe(recipe)
     before = times(run)
     assert kvprune.run(recipe, run) == results
@@ -100,7 +100,7 @@ def test_a_stale_stage_is_refused_and_the_change_is_named(recipe: Path, tmp_path
     kvprune.plan(run)
     kvprune.export(run)
     kvprune.plan(run, overrides=["plan.budget.keep=0.5"])
-    assert statuses(run) == ["current", "current", "current", "stale", "missing"]
+    assert statuses(run) == ["current", "current", "current", "stale", "current", "missing"]
     with pytest.raises(StaleError, match=r"export is stale: plan\.json is another"):
         kvprune.evaluate(run)
     edited = yaml.safe_load((run / "recipe.yaml").read_text())
@@ -203,7 +203,8 @@ def test_show_tells_what_a_run_is(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kvprune.calibrate(recipe, run)
     about = kvprune.show(run)
-    assert [stage["status"] for stage in about["stages"]] == ["current", "missing", "current", "missing", "missing"]
+    found = [stage["status"] for stage in about["stages"]]
+    assert found == ["current", "missing", "current", "missing", "current", "missing"]
     assert [ffn["name"] for ffn in about["firing"]["ffns"]] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert all(0 <= ffn["rare"] <= 1 and not ffn["experts"] for ffn in about["firing"]["ffns"])
     kvprune.run(recipe, run)
@@ -272,6 +273,6 @@ def test_a_killed_run_leaves_no_half_artifact(recipe: Path, tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code, str(recipe), str(run)], capture_output=True, check=False)
     assert done.returncode == 9
     assert not (run / "model").exists()
-    assert statuses(run) == ["current", "current", "current", "missing", "missing"]
+    assert statuses(run) == ["current", "current", "current", "missing", "current", "missing"]
     kvprune.run(recipe, run)
-    assert statuses(run) == ["current"] * 5
+    assert statuses(run) == ["current"] * 6

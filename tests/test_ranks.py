@@ -196,7 +196,7 @@ def test_what_one_process_does_is_refused_to_several(
     assert main([verb, *where]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"error: kvprune {verb} is the work of one process; torchrun is for kvprune calibrate and refit\n"
+    assert err == f"error: kvprune {verb} is the work of one process; torchrun is for calibrate, refit and recover\n"
     assert not (base / "refused").exists()
     assert not (base / "alone-3/plan.json").exists()
 

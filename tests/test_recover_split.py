@@ -31,6 +31,7 @@ def recover_split(run: RunFolder, **section: Any) -> tuple[dict[str, Any], str]:
         env={**os.environ, **FSDP},
         cwd=Path(__file__).parents[1],
         capture_output=True,
+        check=False,
         text=True,
         timeout=300,
     )

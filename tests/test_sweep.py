@@ -117,7 +117,7 @@ def test_one_calibration_serves_all_runs(recipe: Path, tmp_path: Path, caplog: p
     assert sum(line.startswith("self:") and "tokens/s" in line for line in caplog.messages) == 1
     assert "sweep: 4 of 4 runs" in caplog.text
     for run in found["runs"]:
-        assert states(Path(run["run"])) == ["current"] * 5
+        assert states(Path(run["run"])) == ["current"] * 6
         plan = load_recipe(Path(run["run"]) / "recipe.yaml").plan
         assert run["varied"] == {"plan.budget.keep": str(plan.budget.keep), "plan.score": plan.score}
     alone = kvprune.run(recipe, tmp_path / "alone", overrides=["plan.budget.keep=0.5", "plan.score=random"])
@@ -162,7 +162,7 @@ def test_measured_losses_are_shared_where_they_fit(recipe: Path, tmp_path: Path)
 
 def test_other_calibrations_are_not_mixed_up(recipe: Path, tmp_path: Path) -> None:
     found = kvprune.sweep(recipe, tmp_path / "runs", ["calibrate.skip_first=1,2"])
-    assert [states(Path(run["run"])) for run in found["runs"]] == [["current"] * 5] * 2
+    assert [states(Path(run["run"])) for run in found["runs"]] == [["current"] * 6] * 2
     assert len(inodes(tmp_path / "runs", "stats.safetensors")) == 2
 
 
@@ -322,4 +322,4 @@ def test_an_interrupted_sweep_goes_on(
     before = done.stat().st_mtime_ns
     assert main(command) == 0
     assert done.stat().st_mtime_ns == before
-    assert states(tmp_path / "runs" / "keep=0.5") == ["current"] * 5
+    assert states(tmp_path / "runs" / "keep=0.5") == ["current"] * 6

@@ -4,6 +4,7 @@ The point of training with the lowest loss on held-out texts stays; where none i
 """
 
 import gc
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from kvprune.dense import STORED, Dense
 from kvprune.errors import KvpruneError
 from kvprune.exported import LOGIT_TOLERANCE, as_words, check_replaceable, clean_up, finish, logits, public_recipe
 from kvprune.ffn.checkpoint import (
-    INDEX,
     Change,
     Checkpoint,
     Replaced,
@@ -29,19 +29,19 @@ from kvprune.ffn.checkpoint import (
     write_cut_file,
 )
 from kvprune.ffn.fields import meta_model
-from kvprune.ffn.stored import stored_pieces
+from kvprune.ffn.stored import Pieces, read_parameter, stored_pieces
 from kvprune.progress import log
 from kvprune.recipe import stage_recipe
 from kvprune.schema import Recipe
 from kvprune.sources.models import load_model
 from kvprune.sources.texts import text_fingerprint, token_digest
 from kvprune.teaching.kept import Kept
-from kvprune.teaching.students import changed_weights, make_student, merged, put, with_adapters
-from kvprune.teaching.training import Course, Curve, teach
+from kvprune.teaching.students import Student, changed_weights, make_student, merged, put, with_adapters
+from kvprune.teaching.training import Course, Curve, mean_loss, teach
 
 TOLD = ("tokens", "seconds", "best", "steps", "learning", "looks")  # of the report, in kvprune.json
 FLOAT32_PAIR = 2 * 4  # bytes a parameter, of two models
-NOT_CARRIED = ("README.md", "kvprune.json", INDEX)  # written anew
+ANEW = ("README.md", "kvprune.json")
 
 
 def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust: bool) -> dict[str, Any]:
@@ -50,6 +50,8 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
     `trust` lets the slim model's own code run. Where a training like this was stopped, it goes on. Raises KvpruneError
     where the loss is not finite or diverges before anything was gained, and `model/` stays as it is.
     """
+    if course.ranks.first:
+        check_replaceable(run.model)
     about = describe(recipe, course, run)
     kept = Kept(run.recovering, about)
     curve, learned = _learn(recipe, dense, course, run, trust, kept)
@@ -63,8 +65,9 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
         "seconds": round(curve.seconds),
         "learning": learned.elements,
         "stopped": curve.stopped,
-        "looks": curve.looks,
-        "losses": curve.losses,
+        "judged": recipe.evaluate.model_dump(mode="json", include={"tasks", "limit"}),  # and so was not trained on
+        "looks": [look for look in curve.looks if math.isfinite(mean_loss(look))],  # JSON has no other numbers
+        "losses": [loss for loss in curve.losses if math.isfinite(loss)],
     }
     if course.ranks.first:
         _settle(recipe, dense, run, kept, report, learned.names, trust)
@@ -91,6 +94,7 @@ def _learn(
             f"{dense.text_config.vocab_size}: nothing can be taught between them"
         )
     student = make_student(model, dense.layout, recipe.recover, None if course.split else teacher)
+    _start_exactly(student, model.config, course, run, trust)
     there = dict(student.model.named_parameters())
     learned = Learned(student.trained, sum(there[name].numel() for name in student.trained))
     log.info(
@@ -99,6 +103,28 @@ def _learn(
         f"{student.shared:,}",
     )
     return teach(student, teacher, course, kept), learned
+
+
+def _start_exactly(student: Student, config: Any, course: Course, run: RunFolder, trust: bool) -> None:
+    """Let what learns start from what is stored, which a model in another type has rounded.
+
+    Raises KvpruneError where what has been learned could not be written back.
+    """
+    before = open_checkpoint(run.model)
+    pieces = _writable(before, config, changed_weights(student.trained), trust)
+    there = dict(student.model.named_parameters())
+    for name in student.trained:
+        if name in pieces and STORED[before.tensors[pieces[name][0].disk].dtype] != course.dtype:
+            there[name].data.copy_(read_parameter(before, pieces[name], "cpu", torch.float32))
+
+
+def _writable(before: Checkpoint, config: Any, names: list[str], trust: bool) -> Pieces:
+    """How all parameters are stored. Raises KvpruneError where those of `names` cannot be written."""
+    pieces = stored_pieces(before, meta_model(config, trust_remote_code=trust))
+    kinds = {name: {before.tensors[piece.disk].dtype for piece in mine} for name, mine in pieces.items()}
+    if lost := [name for name in names if name not in kinds or not kinds[name] <= STORED.keys()]:
+        raise KvpruneError(f"recover: {lost[0]} is stored in a form that cannot be written back; train other parts")
+    return pieces
 
 
 def describe(recipe: Recipe, course: Course, run: RunFolder) -> dict[str, Any]:
@@ -159,6 +185,7 @@ def _write_model(
     """Put the trained weights in place of those in `model/`, all else as it is; verified before it is moved there."""
     found = kept.read("best")
     if found is None:
+        kept.clear()
         raise KvpruneError(f"{kept.folder}: the best point is gone; run: kvprune recover {run.path}")
     clean_up(run)
     check_replaceable(run.model)
@@ -166,7 +193,7 @@ def _write_model(
     part = run.path / f".model.{os.getpid()}.tmp"
     try:
         part.mkdir()
-        model, _ = load_model(run.model, dtype="auto", device="cpu", trust_remote_code=trust)
+        model, info = load_model(run.model, dtype="auto", device="cpu", trust_remote_code=trust)
         if recipe.recover.train == "lora":
             model = with_adapters(model, dense.layout, recipe.recover)
         put(model, found[0])
@@ -176,7 +203,7 @@ def _write_model(
             write_cut_file(before.folder / file, changed_entries(before, changes, file), changes, part / file)
             fsync(part / file)
         _carry(run.model, part, before)
-        verified = _verify(before, changes, model, part, trust)
+        verified = _verify(before, changes, model, part, set(info["unexpected_keys"]), trust)
         write_json(run.recovered, report)
         about = read_json(run.model / "kvprune.json")
         own = ("files", "digests")
@@ -189,7 +216,7 @@ def _write_model(
                 "verified": verified,
                 "recover": {
                     "report": digest(run.recovered),
-                    **{key: report[key] for key in ("tokens", "seconds", "best", "steps", "learning", "looks")},
+                    **{key: report[key] for key in TOLD},
                     "run": report["provenance"]["run"],
                     "datasets": [
                         name
@@ -206,9 +233,7 @@ def _write_model(
 
 def _changes(before: Checkpoint, model: Any, names: list[str], scratch: Path, trust: bool) -> dict[str, Change]:
     """What `names` of the model are on disk now; transformers itself says how it stores them."""
-    pieces = stored_pieces(before, meta_model(model.config, trust_remote_code=trust))
-    if lost := [name for name in names if name not in pieces]:
-        raise KvpruneError(f"recover: {lost[0]} is stored in a form that cannot be written back; train other parts")
+    pieces = _writable(before, model.config, names, trust)
     disks = dict.fromkeys(piece.disk for name in names for piece in pieces[name])
     model.save_pretrained(scratch)
     saved = open_checkpoint(scratch)
@@ -229,27 +254,37 @@ def _changes(before: Checkpoint, model: Any, names: list[str], scratch: Path, tr
     ]
     if wrong:
         raise KvpruneError(f"recover: transformers stores {wrong[0]} in another form than it was; train other parts")
+    there = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:  # what is tied may be stored twice: transformers writes it once, and unties what differs
+        for other, parameter in there.items():
+            if parameter is there[name] and other != name and other in pieces:
+                changes[pieces[other][0].disk] = changes[pieces[name][0].disk]
     return changes
 
 
 def _carry(source: Path, target: Path, weights: Checkpoint) -> None:
-    """Copy all but the weights, and what is written anew."""
+    """Copy all but the weights, and what is written anew. The index stays: names and sizes do."""
     for item in source.iterdir():
         if item.is_dir():
             shutil.copytree(item, target / item.name)
-        elif item.name not in weights.files and (item.name not in NOT_CARRIED or item.name == INDEX):
+        elif item.name not in weights.files and item.name not in ANEW:
             shutil.copyfile(item, target / item.name)
 
 
-def _verify(before: Checkpoint, changes: dict[str, Change], model: Any, part: Path, trust: bool) -> dict[str, Any]:
-    """Prove that `part` holds the trained model and that stock transformers loads it, and say how."""
+def _verify(
+    before: Checkpoint, changes: dict[str, Change], model: Any, part: Path, known: set[str], trust: bool
+) -> dict[str, Any]:
+    """Prove that `part` holds the trained model and that stock transformers loads it, and say how.
+
+    It may ignore the keys that are `known`: those that it ignored before.
+    """
     after = open_checkpoint(part)
     if (difference := find_difference(before, changes, after)) is not None:
         raise KvpruneError(f"recover: the written checkpoint is wrong: {difference}")
     loaded, info = load_model(part, dtype="auto", device="cpu", trust_remote_code=trust)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise KvpruneError(f"recover: the trained checkpoint loads with {kind}: {sorted(map(str, info[kind]))[:3]}")
+        if found := sorted(map(str, set(info[kind]) - known)):
+            raise KvpruneError(f"recover: the trained checkpoint loads with {kind.replace('_', ' ')}: {found[:3]}")
     needed = sum(parameter.numel() for parameter in loaded.parameters()) * FLOAT32_PAIR
     about = {"tensors": len(after.tensors), "loads": f"AutoModelForCausalLM as {type(loaded).__name__}"}
     if needed > psutil.virtual_memory().available:

@@ -1,5 +1,6 @@
 """Teacher and student: one module, so that an engine prepares both at once, and the losses between them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 class Pair(nn.Module):
     """The dense model beside the slim one. Where the teacher is None, the student learns the text itself."""
 
-    def __init__(self, student: Any, teacher: Any, hidden: float = 0.0) -> None:
+    def __init__(self, student: Any, teacher: Any, hidden: float = 0.0, layers: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.student, self.teacher, self.hidden = student, teacher, hidden
+        self._no_split_modules = sorted({type(layer).__name__ for layer in layers})  # what FSDP gathers one by one
 
     def forward(self, tokens: Tensor, looking: bool = False) -> Tensor:
         """The loss over `tokens` `[sequences, tokens]`, in nats, summed over tokens; `looking`, what `_look` says."""
@@ -26,6 +28,12 @@ class Pair(nn.Module):
         if self.hidden > 0:
             loss = loss + self.hidden * distance(mine.hidden_states, theirs.hidden_states)
         return loss
+
+    def tie_weights(self) -> None:
+        """Tie both again: FSDP parts what is tied where one process alone has loaded them, and then asks for this."""
+        for model in (self.student, self.teacher):
+            if model is not None:
+                model.tie_weights()
 
     @torch.no_grad()
     def _look(self, tokens: Tensor) -> Tensor:

@@ -58,14 +58,19 @@ def learning_names(model: nn.Module, layout: Layout, train: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in there]
 
 
-def with_adapters(model: Any, layout: Layout, section: Recover) -> Any:
-    """Low-rank adapters beside every linear map of the decoder layers. Hu et al. 2021 (arXiv:2106.09685)."""
-    from peft import LoraConfig, get_peft_model
-
+def check_adaptable(layout: Layout) -> None:
+    """Raise KvpruneError where there is more to adapt than linear maps."""
     if stack := next((ffn.value.name for ffn in layout.ffns if ffn.expert is not None), None):
         raise KvpruneError(
             f"recover.train: lora adapts linear maps, and {stack} is a stack of experts; use train: ffn or values"
         )
+
+
+def with_adapters(model: Any, layout: Layout, section: Recover) -> Any:
+    """Low-rank adapters beside every linear map of the decoder layers. Hu et al. 2021 (arXiv:2106.09685)."""
+    from peft import LoraConfig, get_peft_model
+
+    check_adaptable(layout)
     assert section.rank is not None  # of a complete recipe
     maps = linear_maps(model, layout)
     config = LoraConfig(

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -94,10 +94,11 @@ class Curve:
     @property
     def best(self) -> int:
         """The step of the look with the lowest mean loss over the texts; 0 is before training."""
-        return int(min(self.looks, key=_mean_loss)["step"])
+        return int(min(self.looks, key=mean_loss)["step"])
 
 
-def _mean_loss(look: dict[str, Any]) -> float:
+def mean_loss(look: dict[str, Any]) -> float:
+    """Over the texts of a look; inf where one is not finite."""
     mean = math.fsum(seen["loss"] for seen in look["texts"].values()) / len(look["texts"])
     return mean if math.isfinite(mean) else math.inf
 
@@ -114,7 +115,10 @@ def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
         _keep(work, "last", curve)
 
     if not curve.looks:
-        _look(work, curve)
+        with _named(work, 0):
+            _look(work, curve)
+        if math.isinf(mean_loss(curve.looks[0])):
+            raise KvpruneError(f"recover: before training the loss is not finite in {course.dtype}; try dtype: float32")
     with (
         advancing(total=total - done * course.section.batch_tokens, label="recover", unit="tokens") as advance,
         _saving(save, course.ranks) as tick,
@@ -148,6 +152,8 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
     count = course.ranks.count
     if course.checkpointing:
         _checkpoint(student.layers)
+    if ":" in course.device:
+        torch.cuda.set_device(course.device)  # a process alone would be put on the first GPU
     AcceleratorState._reset_state(reset_partial_state=True)  # of a training before, of another type or device
     accelerator = Accelerator(
         cpu=course.device == "cpu",
@@ -156,7 +162,9 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
         # All of a model may be more than what reads a text.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=course.section.train == "all")],
     )
-    pair = Pair(student.model, teacher, course.section.hidden)
+    if plugin := getattr(accelerator.state, "fsdp_plugin", None):
+        _refine(plugin)
+    pair = Pair(student.model, teacher, course.section.hidden, student.layers)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in pair.parameters() if parameter.requires_grad],
         lr=course.section.learning_rate,
@@ -174,6 +182,14 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
         kept,
         teacher is not None,
     )
+
+
+def _refine(plugin: Any) -> None:
+    """Have FSDP give losses, and sum gradients, in float32: it would round both to the type that products are in."""
+    if plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        )
 
 
 def _checkpoint(layers: Iterable[nn.Module]) -> None:
@@ -259,9 +275,9 @@ def _look(work: Work, curve: Curve) -> None:
 
 @torch.no_grad()
 def _seen(work: Work, tokens: Tensor) -> dict[str, float]:
-    """On `tokens` `[sequences, tokens]`: the loss that is trained, and how well slim and dense predict the text.
+    """On `tokens` `[sequences, tokens]`: how far slim is from dense, and how well each of them predicts the text.
 
-    In nats a token, predicted ones for a text.
+    In nats a token, predicted ones for a text. Without a teacher, slim alone, thrice.
     """
     ranks, total = work.course.ranks, torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(tokens), ranks.count):  # every process runs as often as the others: FSDP waits for all
@@ -277,12 +293,15 @@ def _seen(work: Work, tokens: Tensor) -> dict[str, float]:
 
 def _keep(work: Work, name: str, curve: Curve) -> None:
     """Write what has been learned, as `last` with what the optimizer knows. All processes gather, the first writes."""
-    tensors = {key: _whole(parameter.detach()) for key, parameter in work.learning.items()}
+    parts = {key: parameter.detach() for key, parameter in work.learning.items()}
     if name == "last":
         for key, parameter in work.learning.items():
             state = work.optimizer.state.get(parameter, {})
-            tensors |= {f"{key}:{item}": _whole(value) for item, value in state.items()}
-    if work.course.ranks.first:
+            parts |= {f"{key}:{item}": value for item, value in state.items()}
+    first = work.course.ranks.first
+    wholes = ((key, _whole(part)) for key, part in parts.items())
+    tensors = {key: whole.cpu().contiguous() for key, whole in wholes if first}
+    if first:
         work.kept.save(name, tensors, {"curve": vars(curve)})
 
 
@@ -299,7 +318,7 @@ def _resumed(work: Work) -> Curve | None:
         key, _, item = name.partition(":")
         parameter = work.learning[key]
         if item:
-            work.optimizer.state[parameter][item] = _like(parameter, tensor) if tensor.ndim else tensor
+            work.optimizer.state[parameter][item] = tensor if item == "step" else _like(parameter, tensor)
         else:
             with torch.no_grad():
                 parameter.copy_(_like(parameter, tensor))
@@ -309,7 +328,7 @@ def _resumed(work: Work) -> Curve | None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(kind: Tensor, tensor: Tensor) -> Tensor:
