@@ -107,8 +107,9 @@ def check_teachable(recipe: Recipe, dense: Dense) -> None:
     """Refuse a recovery that cannot be done anywhere, before anything is."""
     section = recipe.recover
     taught, held = section.text or [], section.held_out or []
-    for source in (*taught, *held):
-        check_text(source, "recover")
+    for key, sources in (("recover.text", taught), ("recover.held_out", held)):
+        for source in sources:
+            check_text(source, key)
     seen = [source.model_dump(exclude={"weight"}) for source in taught]
     if twice := next((source for source in held if source.model_dump(exclude={"weight"}) in seen), None):
         raise KvpruneError(

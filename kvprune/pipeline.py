@@ -46,6 +46,7 @@ from kvprune.stages import recover as recovering
 from kvprune.stages import refit as refitting
 from kvprune.stages import sensitivity as sensing
 from kvprune.staleness import stage_states
+from kvprune.teaching.kept import Kept
 from kvprune.tokens import calibration_tokens, counted_tokens, load_dense, recovery_tokens
 
 
@@ -274,6 +275,8 @@ def _export(recipe: Recipe, place: RunFolder, dense: Dense, *, again: bool = Fal
 
 def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, ranks: Ranks) -> dict[str, Any]:
     if recipe.recover.method == "none":
+        if ranks.first:
+            Kept(place.recovering, {}).clear()  # what a training that was stopped may have left
         return {}
     if not ranks.data_of_first(_current(place, recipe, "recover") if ranks.first else None):
         tokens, held = None, dict[str, Tensor]()

@@ -16,7 +16,7 @@ from kvprune.schema import Calibrate, Recipe, Recover
 from kvprune.sources.models import load_tokenizer
 from kvprune.sources.overlap import PASSAGE, holds_any, passages
 from kvprune.sources.samples import self_samples
-from kvprune.sources.texts import documents, pack, self_share, sequences, token_digest
+from kvprune.sources.texts import documents, of_key, pack, self_share, sequences, token_digest
 
 HELD_SEQUENCES = 8  # of each text that a recovery looks at
 HELD_BACK = "held-back"  # what those of the training text are called
@@ -41,17 +41,16 @@ def recovery_tokens(
     section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     length = section.sequence_length
     wanted = recovery_section(section)
-    try:
+    with of_key("recover.text"):
         samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
         tokens = sequences(wanted, tokenizer, samples)
-        tokens, held = tokens[:-HELD_SEQUENCES], {HELD_BACK: tokens[-HELD_SEQUENCES:]}
-        for source in section.held_out or ():
+    tokens, held = tokens[:-HELD_SEQUENCES], {HELD_BACK: tokens[-HELD_SEQUENCES:]}
+    for source in section.held_out or ():
+        with of_key("recover.held_out"):
             rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
-            if not rows:
-                raise KvpruneError(f"recover.held_out: {source.source} holds less than one sequence of {length} tokens")
-            held[source.source] = torch.tensor(rows)
-    except KvpruneError as error:
-        raise KvpruneError(str(error).replace("calibrate.", "recover.")) from None
+        if not rows:
+            raise KvpruneError(f"recover.held_out: {source.source} holds less than one sequence of {length} tokens")
+        held[" ".join(part for part in (source.source, source.config, source.split) if part)] = torch.tensor(rows)
     for some in (tokens, *held.values()):
         check_tokens(some, dense.text_config)
     return _apart(tokens, tokenizer, judged, section.batch_tokens // length), held

@@ -12,7 +12,9 @@ import json
 import os
 import platform
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -204,12 +206,22 @@ def _pieces(text: str) -> Iterator[str]:
         start = max(end, start + 1)
 
 
-def check_text(source: TextSource, section: str = "calibrate") -> None:
-    """Refuse a text of a recipe's `section` whose name, kind or keys cannot work, before anything is loaded."""
-    try:
+def check_text(source: TextSource, key: str = "calibrate.text") -> None:
+    """Refuse a text, of this `key` of a recipe, whose name, kind or keys cannot work, before anything is loaded."""
+    with of_key(key):
         _check_text(source)
+
+
+@contextmanager
+def of_key(key: str) -> Iterator[None]:
+    """Have errors of a text name the recipe's `key` that it is of, and not calibrate.text."""
+    try:
+        yield
     except KvpruneError as error:
-        raise KvpruneError(str(error).replace("calibrate.", f"{section}.")) from None
+        text = re.sub(r"(^|lower )calibrate\.text", lambda found: found[1] + key, str(error))
+        section = key.partition(".")[0]
+        text = re.sub(r"(^|lower )calibrate\.", lambda found: f"{found[1]}{section}.", text)
+        raise KvpruneError(text) from None
 
 
 def _check_text(source: TextSource) -> None:

@@ -36,6 +36,7 @@ LARGEST_NORM = 1.0  # of a gradient: longer ones are cut to it
 LOOKS = 4  # at held-out text while it trains, the last of them at the end
 SECONDS_BETWEEN_SAVES = 180.0
 DIVERGED = 2.0  # the loss of the last steps over that of the first ones
+SMALL = 0.01  # nats a token: below it a loss may double and mean nothing
 FEW = 5  # how many steps that is
 
 
@@ -252,7 +253,7 @@ def _trouble(losses: list[float]) -> str:
     if not math.isfinite(losses[-1]):
         return f"the loss of step {len(losses)} is not finite"
     first, last = (math.fsum(some) / FEW for some in (losses[:FEW], losses[-FEW:]))
-    if len(losses) >= 2 * FEW and last > DIVERGED * first:
+    if len(losses) >= 2 * FEW and last > DIVERGED * max(first, SMALL):
         return f"the loss diverges: {first:.3g} in the first {FEW} steps, {last:.3g} up to step {len(losses)}"
     return ""
 
