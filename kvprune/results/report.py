@@ -277,7 +277,7 @@ def _recovery_chart(name: str, run: dict[str, Any]) -> Chart:
         points = [(look["step"], look["texts"][text]["loss"]) for look in looks]
         lines.append(Line(f"held-{kind}", f"held out: {text}", points, kind, dots=True))
     told = f"step {found['best']} of {found['steps']} stays"
-    y = Axis("KL, nats a token", low=0)
+    y = Axis("loss, nats a token", low=0)
     drawn = Plot(name, f"Loss of {run['name']}", told, Axis("step", whole=True), y, lines)
     key = [(sample(line.kind, dots=line.dots), line.told) for line in lines]
     return Chart(drawn.title, svg(drawn), key, f"{told[:1].upper()}{told[1:]}.")

@@ -37,7 +37,7 @@ from kvprune.sources.models import load_model
 from kvprune.sources.texts import text_fingerprint, token_digest
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.students import Student, changed_weights, make_student, merged, put, with_adapters
-from kvprune.teaching.training import Course, Curve, mean_loss, teach
+from kvprune.teaching.training import Course, Curve, best_name, mean_loss, teach
 
 TOLD = ("tokens", "seconds", "best", "steps", "learning", "looks")  # of the report, in kvprune.json
 FLOAT32_PAIR = 2 * 4  # bytes a parameter, of two models
@@ -183,7 +183,7 @@ def _write_model(
     trust: bool,
 ) -> None:
     """Put the trained weights in place of those in `model/`, all else as it is; verified before it is moved there."""
-    found = kept.read("best")
+    found = kept.read(best_name(report["best"]))
     if found is None:
         kept.clear()
         raise KvpruneError(f"{kept.folder}: the best point is gone; run: kvprune recover {run.path}")

@@ -21,7 +21,7 @@ class Kept:
     key: dict[str, Any]
 
     def save(self, name: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Write `last` or `best`, in place of the one before."""
+        """Write the point `name`, in place of one of that name."""
         meta = {"kvprune": json.dumps({"key": self.key, **about}, ensure_ascii=False)}
 
         def write(temporary: Path) -> None:
@@ -38,6 +38,12 @@ class Kept:
             log.info("recover: %s is of other settings or another model; training from the start", self._file(name))
             return None
         return tensors, about
+
+    def drop_all_but(self, *names: str) -> None:
+        """Remove the other points."""
+        for file in self.folder.glob("*.safetensors"):
+            if file.stem not in names:
+                file.unlink()
 
     def clear(self) -> None:
         """Remove all of it."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +37,7 @@ LOOKS = 4  # at held-out text while it trains, the last of them at the end
 SECONDS_BETWEEN_SAVES = 180.0
 DIVERGED = 2.0  # the loss of the last steps over that of the first ones
 SMALL = 0.01  # nats a token: below it a loss may double and mean nothing
+LAST = "last"  # what the last step is called
 FEW = 5  # how many steps that is
 
 
@@ -105,7 +106,7 @@ def mean_loss(look: dict[str, Any]) -> float:
 
 
 def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> Curve:
-    """Train the `student`. What it knew at its best is in `kept`, unless that was before training."""
+    """Train the `student`. What it knew at its best is in `kept` (`best_name`), unless that was before training."""
     work = prepare(student, teacher, course, kept)
     curve = _resumed(work) or Curve()
     started = time.monotonic() - curve.seconds
@@ -113,7 +114,7 @@ def teach(student: Student, teacher: Any | None, course: Course, kept: Kept) -> 
 
     def save() -> None:
         curve.seconds = time.monotonic() - started
-        _keep(work, "last", curve)
+        _keep(work, LAST, curve)
 
     if not curve.looks:
         with _named(work, 0):
@@ -159,7 +160,7 @@ def prepare(student: Student, teacher: Any | None, course: Course, kept: Kept) -
     accelerator = Accelerator(
         cpu=course.device == "cpu",
         mixed_precision="bf16" if course.dtype == "bfloat16" else "no",
-        gradient_accumulation_steps=course.per_step // count // course.micro,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=course.per_step // count // course.micro),
         # All of a model may be more than what reads a text.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=course.section.train == "all")],
     )
@@ -271,7 +272,16 @@ def _look(work: Work, curve: Curve) -> None:
     told = ", ".join(f"{name} {seen['loss']:.4f} (at first {before[name]['loss']:.4f})" for name, seen in texts.items())
     log.info("recover: step %d of %d: held-out loss: %s", step, work.course.steps, told)
     if step and curve.best == step:
-        _keep(work, "best", curve)
+        # The best point and the last step go together: what is resumed must find the point that its looks tell of.
+        _keep(work, best_name(step), curve)
+        _keep(work, LAST, curve)
+        if work.course.ranks.first:
+            work.kept.drop_all_but(LAST, best_name(step))
+
+
+def best_name(step: int) -> str:
+    """What the best point is called, where it is that of `step`."""
+    return f"best-{step}"
 
 
 @torch.no_grad()
@@ -295,7 +305,7 @@ def _seen(work: Work, tokens: Tensor) -> dict[str, float]:
 def _keep(work: Work, name: str, curve: Curve) -> None:
     """Write what has been learned, as `last` with what the optimizer knows. All processes gather, the first writes."""
     parts = {key: parameter.detach() for key, parameter in work.learning.items()}
-    if name == "last":
+    if name == LAST:
         for key, parameter in work.learning.items():
             state = work.optimizer.state.get(parameter, {})
             parts |= {f"{key}:{item}": value for item, value in state.items()}
@@ -308,7 +318,7 @@ def _keep(work: Work, name: str, curve: Curve) -> None:
 
 def _resumed(work: Work) -> Curve | None:
     """Put the pair and the optimizer where a training that was stopped left them."""
-    found = work.kept.read("last") if work.course.ranks.first else None
+    found = work.kept.read(LAST) if work.course.ranks.first else None
     about = work.course.ranks.data_of_first(found[1] if found else None)
     if about is None:
         return None
