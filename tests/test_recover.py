@@ -200,10 +200,12 @@ def test_a_stopped_recovery_goes_on_and_ends_with_the_same_bytes(
     whole, parts = exported(tmp_path, name="whole"), exported(tmp_path, name="parts")
     expected = recover(whole, train=train)
     were, real, steps = files(parts.model), training.take_step, list[int]()
-    polite = {2: signal.SIGTERM, 5: signal.SIGINT, 7: signal.SIGINT}  # after the first look, between two, at the end
+    polite = {2: signal.SIGTERM, 6: signal.SIGINT, 7: signal.SIGINT}  # after the first look, between two, at the end
 
     def take_step(work: Any, step: int) -> float:
-        if step == 4 and 4 not in steps:  # a rude stop: what was kept by then is all there is
+        if (
+            step == 5 and 5 not in steps
+        ):  # a rude stop: what was kept by then, at the look after 4 steps, is all there is
             steps.append(step)
             raise KeyboardInterrupt
         if step in polite:
@@ -219,7 +221,7 @@ def test_a_stopped_recovery_goes_on_and_ends_with_the_same_bytes(
         assert not parts.recovered.exists()
         assert states(parts)["recover"] == "missing"
     report = recover(parts, train=train)
-    assert steps == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]  # the second stop lost what came after the first
+    assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]  # the second stop lost what came after the look
     assert files(parts.model)["model.safetensors"] == files(whole.model)["model.safetensors"]
     assert {**report, "seconds": 0} == {**expected, "seconds": 0}
     assert not parts.recovering.exists()

@@ -105,6 +105,7 @@ def comparison(names: list[str]) -> dict[str, Any]:
     return {
         "model": {"title": HOSTILE[1], "note": ""},
         "runs": {name: f"runs/{name}" for name in names},
+        "trained": {},
         "against": names[0],
         "left_out": [HOSTILE[0]],
         "columns": columns,
