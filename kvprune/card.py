@@ -108,6 +108,12 @@ def _trained_on(about: dict[str, Any]) -> list[str]:
     return list((about.get("recover") or {}).get("datasets", ()))
 
 
+def first_and_best(recovery: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a recovery saw of each held-out text before training, and at the point that stays."""
+    texts = {look["step"]: look["texts"] for look in recovery["looks"]}
+    return texts[0], texts[recovery["best"]]
+
+
 def mean_errors(ffns: list[dict[str, Any]]) -> tuple[float, float]:
     """Mean errors before and after a refit, of the FFNs that held-back tokens reach."""
     seen = [ffn for ffn in ffns if ffn["error_before"]] or ffns
@@ -224,7 +230,7 @@ def _trained(about: dict[str, Any]) -> str:
     if not found:
         return "Nothing was trained."
     section = about["recipe"]["recover"]
-    first, best = (next(look["texts"] for look in found["looks"] if look["step"] == at) for at in (0, found["best"]))
+    first, best = first_and_best(found)
     gains = ", ".join(f"{first[name]['loss']:.3f} → {best[name]['loss']:.3f} on {name}" for name in first)
     return (
         f"It was then trained: the dense model taught it on {found['tokens']:,} tokens of {_texts(section['text'])} in "

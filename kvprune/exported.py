@@ -96,3 +96,19 @@ def logits(model: Any) -> Tensor:
     )
     found: Tensor = model(tokens, use_cache=False).logits
     return found
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of logits, relative to the largest expected one."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def check_keys(info: dict[str, Any], known: set[str], what: str) -> None:
+    """Raise KvpruneError where transformers' report on loading `what` names any key.
+
+    It may ignore keys that are `known`: what it was made from holds them too, and they are ignored there.
+    """
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = set(info[kind]) - (known if kind == "unexpected_keys" else set())
+        if keys:
+            raise KvpruneError(f"{what} loads with {kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}")

@@ -166,10 +166,9 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
     layout, size = dense.layout, dtype.itemsize
     hidden, width = max(ffn.hidden for ffn in layout.ffns), layout.widest
     models = 2 * layout.total_params * size + _learning(layout, section) * FLOAT32_AND_ADAM
-    layers = (len(layout.layers) if whole else 1) * (16 * hidden + 8 * width) * size + len(
-        layout.layers
-    ) * hidden * size
-    batch = micro * section.sequence_length * (layers + 16 * dense.text_config.vocab_size)
+    inside = (len(layout.layers) if whole else 1) * (16 * hidden + 8 * width)
+    token = (inside + len(layout.layers) * hidden) * size + 16 * dense.text_config.vocab_size
+    batch = micro * section.sequence_length * token
     free = _free(device)
     parts = f"two models and what learns {_gib(models)}, a batch of {micro} {_gib(batch)}"
     log.info("memory on %s: about %s to recover (%s); %s free", device, _gib(models + batch), parts, _gib(free))

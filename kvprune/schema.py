@@ -223,6 +223,11 @@ class Recover(BaseModel):
         return sources
 
     @property
+    def texts(self) -> list[TextSource]:
+        """What it trains on and looks at."""
+        return [*(self.text or ()), *(self.held_out or ())]
+
+    @property
     def steps(self) -> int:
         """As many as the tokens fill, the last one too."""
         return -(-self.tokens // self.batch_tokens)

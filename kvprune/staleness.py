@@ -8,7 +8,7 @@ from typing import Any
 from kvprune.artifacts import FORMAT_VERSION, RunFolder, digest, read_json, read_meta
 from kvprune.errors import KvpruneError
 from kvprune.recipe import stage_recipe
-from kvprune.schema import Recipe, TextSource
+from kvprune.schema import Recipe
 from kvprune.sources.models import fingerprint
 from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import text_fingerprint
@@ -127,7 +127,7 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
                 )
             )
         case "recover":
-            texts = text_fingerprint(recovery_texts(recipe))
+            texts = text_fingerprint(recipe.recover.texts)
             changed = [f"the text {name} has changed" for name in texts if inputs["text"].get(name) != texts[name]]
             exported = read_json(run.model / "kvprune.json") if (run.model / "kvprune.json").is_file() else {}
             other = first_change(inputs["exported"], exported.get("inputs"), "export's inputs")
@@ -140,11 +140,6 @@ def _input_change(stage: str, run: RunFolder, recipe: Recipe, about: dict[str, A
             )
             tasks = first_change(inputs["tasks"], task_fingerprint(recipe.evaluate), "tasks")
             return _other(run.model / "kvprune.json", inputs["checkpoint"]) or weights or tasks
-
-
-def recovery_texts(recipe: Recipe) -> list[TextSource]:
-    """What a recovery trains on and looks at."""
-    return [*(recipe.recover.text or ()), *(recipe.recover.held_out or ())]
 
 
 def _other(path: Path, then: str) -> str:

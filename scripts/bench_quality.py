@@ -116,8 +116,7 @@ class Bench:
         model, layout = self.dense.load("auto", "cpu"), self.dense.layout
         new: dict[str, torch.Tensor] = {}
         if method.formula:
-            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": self.tokens}})
-            found = formulas.gather(model, layout, sequences(recipe.calibrate, self.tokenizer))
+            found = formulas.gather(model, layout, self._sequences())
             if method.formula == "minitron":
                 scores = {name: formulas.minitron(item) for name, item in found.items()}
                 plan = formulas.with_kept(plan, formulas.highest(scores, plan.ffns[0].width))
@@ -131,14 +130,18 @@ class Bench:
         put_values(model, layout, plan, new)
         return model
 
+    def _sequences(self) -> torch.Tensor:
+        """The tokens of the common text, `[sequences, tokens]`."""
+        recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": self.tokens}})
+        return sequences(recipe.calibrate, self.tokenizer)
+
     def _by_peer(self, method: Method, keep: float) -> Any:
         out = self.runs / "peer"
         full = self.dense.layout.ffns[0].width
         width = min(range(ROUND_TO, full + 1, ROUND_TO), key=lambda each: abs(each - keep * full))
         arguments = [method.peer[0], self.dense.source.folder, out, "--width", width]
         if "--tokens" in method.peer:
-            recipe = make_recipe({"model": BUILTIN, "calibrate": {"text": str(self.text), "tokens": self.tokens}})
-            save_file({"tokens": sequences(recipe.calibrate, self.tokenizer)}, self.runs / "tokens.safetensors")
+            save_file({"tokens": self._sequences()}, self.runs / "tokens.safetensors")
             arguments += ["--tokens", self.runs / "tokens.safetensors"]
         path = os.pathsep.join([str(PROJECT / ".peers"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, PROJECT / "scripts" / "run_peer.py", *arguments]

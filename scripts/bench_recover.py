@@ -23,6 +23,7 @@ from bench_scores import perplexity
 
 import kvprune
 from kvprune.artifacts import RunFolder, read_json, write_json, write_text
+from kvprune.card import first_and_best
 from kvprune.options import DEFAULT, make_course
 from kvprune.ranks import ALONE
 from kvprune.recipe import load_recipe
@@ -78,24 +79,30 @@ def values(bench: Bench, cell: dict[str, str]) -> list[str]:
     return [f"recover.{key}={value}" for key, value in section.items()]
 
 
-def recovered(bench: Bench, base: RunFolder, name: str, cell: dict[str, str], samples: Path) -> dict[str, Any]:
-    """Recover a copy of the run `base`, and what its report says."""
+def drawn(bench: Bench, base: RunFolder, cell: dict[str, str]) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
+    """Recipe, tokens and held-out tokens of a cell. Own samples are drawn once for all cells, in the folder of all."""
+    recipe = load_recipe(base.recipe, values(bench, cell))
+    return recipe, *recovery_tokens(recipe, RunFolder(bench.runs), bench.dense, DEFAULT, ())
+
+
+def recovered(bench: Bench, base: RunFolder, name: str, cell: dict[str, str]) -> tuple[RunFolder, dict[str, Any]]:
+    """A recovered copy of the run `base`, and its report."""
     place = RunFolder(base.path.with_name(f"{base.path.name}-{name.replace(': ', '-').replace(' ', '-')}"))
     if not place.path.exists():
+        drawn(bench, base, cell)
         shutil.copytree(base.path, place.path)
+        samples = RunFolder(bench.runs).recover_samples
         if samples.is_file():
             shutil.copyfile(samples, place.recover_samples)
-    return kvprune.recover(place.path, overrides=values(bench, cell)) | {"place": str(place.path)}
+    return place, kvprune.recover(place.path, overrides=values(bench, cell))
 
 
 def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
     """The dense model, trained on the text itself with the same tokens."""
-    recipe = load_recipe(base.recipe, values(bench, {}))
-    tokens, held = recovery_tokens(recipe, base, bench.dense, DEFAULT, ())
+    recipe, tokens, held = drawn(bench, base, {})
     course = make_course(recipe, bench.dense, DEFAULT, ALONE, tokens, held)
     student = make_student(bench.dense.load("auto", "cpu"), bench.dense.layout, recipe.recover, None)
-    kept = Kept(bench.runs / "control", {})
-    curve = teach(student, None, course, kept)
+    curve = teach(student, None, course, Kept(bench.runs / "control", {}))
     model = student.model.to(getattr(torch, course.dtype))
     return {
         "looks": curve.looks,
@@ -108,11 +115,8 @@ def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
 
 def row(name: str, cell: dict[str, Any]) -> list[str]:
     """A line of the table."""
-    looks = cell.get("looks")
-    losses = "-"
-    if looks:
-        best = next(look for look in looks if look["step"] == cell["best"])["texts"].values()
-        losses = " ".join(f"{seen['loss']:.4f}" for seen in best)
+    best = first_and_best(cell)[1].values() if "looks" in cell else ()
+    losses = " ".join(f"{seen['loss']:.4f}" for seen in best) or "-"
     minutes = f"{cell['seconds'] / 60:.1f}" if "seconds" in cell else "-"
     return [name, losses, *(f"{value:.2f}" for value in cell["perplexity"]), f"{cell.get('tokens', 0):,}", minutes]
 
@@ -142,10 +146,10 @@ def main() -> None:
         elif name == "none":
             found = {"perplexity": judge(bench.dense, base, True, tests)}
         else:
-            found = recovered(bench, base, name, cell, bench.runs / "recover_samples.json")
-            model, _ = load_model(RunFolder(Path(found.pop("place"))).model, dtype="auto", device="cpu")
+            place, report = recovered(bench, base, name, cell)
+            model, _ = load_model(place.model, dtype="auto", device="cpu")
+            found = {key: report[key] for key in ("looks", "best", "seconds", "tokens", "learning")}
             found["perplexity"] = [perplexity(model, some, windows) for some, windows in tests.values()]
-            found = {key: found[key] for key in ("looks", "best", "seconds", "tokens", "learning", "perplexity")}
         results[name] = found
         write_json(kept, results)
         print(*row(name, found), f"{time.perf_counter() - started:.0f} s in all", flush=True)

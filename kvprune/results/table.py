@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from kvprune.artifacts import UNITS
-from kvprune.card import MOST_WIDTHS, mean_errors
+from kvprune.card import MOST_WIDTHS, first_and_best, mean_errors
 
 
 def grid(rows: list[list[str]]) -> str:
@@ -63,7 +63,7 @@ def refit_table(ffns: list[dict[str, Any]]) -> str:
 
 def recovery_text(report: dict[str, Any]) -> str:
     """What a recovery took and gave, on held-out texts: the distance from the dense model, and perplexities."""
-    first, best = (next(look["texts"] for look in report["looks"] if look["step"] == at) for at in (0, report["best"]))
+    first, best = first_and_best(report)
     rows = [["recover, on held-out text", "KL before", "after", "perplexity dense", "before", "after"]]
     for name, before in first.items():
         losses = [f"{seen['loss']:.4f}" for seen in (before, best[name])]

@@ -109,6 +109,11 @@ def text_fingerprint(sources: list[TextSource]) -> dict[str, Any]:
     return {source.source: _fingerprint(source) for source in sources}
 
 
+def hub_texts(marks: dict[str, Any]) -> list[str]:
+    """The data sets of the Hub among the texts of a `text_fingerprint`: nothing is known of those."""
+    return [name for name, mark in marks.items() if mark is None and name != "self"]
+
+
 def _fingerprint(source: TextSource) -> Any:
     kind, path = _kind(source), Path(source.source)
     if kind in (*BUILTINS, "datasets"):

@@ -29,7 +29,9 @@ from kvprune.errors import KvpruneError
 from kvprune.exported import (
     LOGIT_TOKENS,
     LOGIT_TOLERANCE,
+    apart,
     as_words,
+    check_keys,
     check_replaceable,
     clean_up,
     finish,
@@ -56,6 +58,7 @@ from kvprune.ffn.watching import as_rows, value_rows
 from kvprune.progress import log, progress
 from kvprune.schema import Recipe
 from kvprune.sources.models import load_config, load_model, load_tokenizer
+from kvprune.sources.texts import hub_texts
 
 # What goes along with the weights. Everything else stays: above all, other copies of the dense weights.
 CARRIED = (
@@ -213,11 +216,10 @@ def calibration(run: RunFolder) -> dict[str, Any] | None:
     if not run.stats.is_file():
         return None
     meta = read_meta(run.stats)
-    marks = meta["inputs"]["text"]  # nothing is known of a data set of the Hub
     return {
         "tokens": meta["inputs"]["tokens"],
         "counted": meta["counted"],
-        "datasets": [name for name, mark in marks.items() if mark is None and name != "self"],
+        "datasets": hub_texts(meta["inputs"]["text"]),
         "run": meta["run"],
     }
 
@@ -250,12 +252,8 @@ def verify(dense: Dense, plan: Plan, values: dict[str, Tensor], folder: Path) ->
         return Verified(len(slim.tensors), f"names and shapes of {dense.config.model_type}", None, note)
     expected, known = _masked_logits(dense, plan, values)
     model, info = load_model(folder, dtype="float32", device="cpu", trust_remote_code=trust)
-    info["unexpected_keys"] = set(info["unexpected_keys"]) - known  # what the dense one holds too, and is ignored there
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            first = sorted(map(str, info[kind]))[:3]
-            raise KvpruneError(f"export: the slim checkpoint loads with {kind.replace('_', ' ')}: {first}")
-    distance = float((logits(model) - expected).abs().max() / expected.abs().max())
+    check_keys(info, known, "export: the slim checkpoint")
+    distance = apart(logits(model), expected)
     if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
             f"export: the slim model's logits differ from the masked dense model's by {distance:.1e} of the largest, "

@@ -18,7 +18,17 @@ from safetensors import safe_open
 from kvprune.artifacts import RunFolder, digest, fsync, provenance, read_json, write_json
 from kvprune.dense import STORED, Dense
 from kvprune.errors import KvpruneError
-from kvprune.exported import LOGIT_TOLERANCE, as_words, check_replaceable, clean_up, finish, logits, public_recipe
+from kvprune.exported import (
+    LOGIT_TOLERANCE,
+    apart,
+    as_words,
+    check_keys,
+    check_replaceable,
+    clean_up,
+    finish,
+    logits,
+    public_recipe,
+)
 from kvprune.ffn.checkpoint import (
     Change,
     Checkpoint,
@@ -34,7 +44,7 @@ from kvprune.progress import log
 from kvprune.recipe import stage_recipe
 from kvprune.schema import Recipe
 from kvprune.sources.models import load_model
-from kvprune.sources.texts import text_fingerprint, token_digest
+from kvprune.sources.texts import hub_texts, text_fingerprint, token_digest
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.students import Student, changed_weights, make_student, merged, put, with_adapters
 from kvprune.teaching.training import Course, Curve, best_name, mean_loss, teach
@@ -42,6 +52,18 @@ from kvprune.teaching.training import Course, Curve, best_name, mean_loss, teach
 TOLD = ("tokens", "seconds", "best", "steps", "learning", "looks")  # of the report, in kvprune.json
 FLOAT32_PAIR = 2 * 4  # bytes a parameter, of two models
 ANEW = ("README.md", "kvprune.json")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is taught in which run; `trust` lets the slim model's own code run."""
+
+    recipe: Recipe
+    dense: Dense
+    course: Course
+    run: RunFolder
+    trust: bool
+    kept: Kept
 
 
 def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust: bool) -> dict[str, Any]:
@@ -53,8 +75,8 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
     if course.ranks.first:
         check_replaceable(run.model)
     about = describe(recipe, course, run)
-    kept = Kept(run.recovering, about)
-    curve, learned = _learn(recipe, dense, course, run, trust, kept)
+    work = Work(recipe, dense, course, run, trust, Kept(run.recovering, about))
+    curve, learned = _learn(work)
     gc.collect()  # what wraps a forward holds its model in a circle
     report = {
         "provenance": about,
@@ -70,7 +92,7 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
         "losses": [loss for loss in curve.losses if math.isfinite(loss)],
     }
     if course.ranks.first:
-        _settle(recipe, dense, run, kept, report, learned.names, trust)
+        _settle(work, report, learned.names)
     return report
 
 
@@ -82,19 +104,18 @@ class Learned:
     elements: int
 
 
-def _learn(
-    recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust: bool, kept: Kept
-) -> tuple[Curve, Learned]:
+def _learn(work: Work) -> tuple[Curve, Learned]:
     """Train. Both models are gone when it is done."""
+    dense, course, folder = work.dense, work.course, work.run.model
     teacher = dense.load(course.dtype, course.loaded_on).requires_grad_(requires_grad=False)
-    model, _ = load_model(run.model, dtype=course.dtype, device=course.loaded_on, trust_remote_code=trust)
+    model, _ = load_model(folder, dtype=course.dtype, device=course.loaded_on, trust_remote_code=work.trust)
     if (mine := model.config.get_text_config(decoder=True).vocab_size) != dense.text_config.vocab_size:
         raise KvpruneError(
-            f"{run.model}: has {mine} words in its vocabulary and its teacher {dense.source.title} "
+            f"{folder}: has {mine} words in its vocabulary and its teacher {dense.source.title} "
             f"{dense.text_config.vocab_size}: nothing can be taught between them"
         )
-    student = make_student(model, dense.layout, recipe.recover, None if course.split else teacher)
-    _start_exactly(student, model.config, course, run, trust)
+    student = make_student(model, dense.layout, course.section, None if course.split else teacher)
+    _start_exactly(work, student, model.config)
     there = dict(student.model.named_parameters())
     learned = Learned(student.trained, sum(there[name].numel() for name in student.trained))
     log.info(
@@ -102,19 +123,19 @@ def _learn(
         f"{learned.elements:,}",
         f"{student.shared:,}",
     )
-    return teach(student, teacher, course, kept), learned
+    return teach(student, teacher, course, work.kept), learned
 
 
-def _start_exactly(student: Student, config: Any, course: Course, run: RunFolder, trust: bool) -> None:
+def _start_exactly(work: Work, student: Student, config: Any) -> None:
     """Let what learns start from what is stored, which a model in another type has rounded.
 
     Raises KvpruneError where what has been learned could not be written back.
     """
-    before = open_checkpoint(run.model)
-    pieces = _writable(before, config, changed_weights(student.trained), trust)
+    before = open_checkpoint(work.run.model)
+    pieces = _writable(before, config, changed_weights(student.trained), work.trust)
     there = dict(student.model.named_parameters())
     for name in student.trained:
-        if name in pieces and STORED[before.tensors[pieces[name][0].disk].dtype] != course.dtype:
+        if name in pieces and STORED[before.tensors[pieces[name][0].disk].dtype] != work.course.dtype:
             there[name].data.copy_(read_parameter(before, pieces[name], "cpu", torch.float32))
 
 
@@ -129,13 +150,12 @@ def _writable(before: Checkpoint, config: Any, names: list[str], trust: bool) ->
 
 def describe(recipe: Recipe, course: Course, run: RunFolder) -> dict[str, Any]:
     """The provenance of a recovery."""
-    section = recipe.recover
     return provenance(
         "recovery",
         stage_recipe(recipe, "recover"),
         {
             "exported": read_json(run.model / "kvprune.json")["inputs"],
-            "text": text_fingerprint([*(section.text or ()), *(section.held_out or ())]),
+            "text": text_fingerprint(recipe.recover.texts),
             "tokens": token_digest(course.tokens),
         },
         run={
@@ -147,46 +167,32 @@ def describe(recipe: Recipe, course: Course, run: RunFolder) -> dict[str, Any]:
     )
 
 
-def _settle(
-    recipe: Recipe,
-    dense: Dense,
-    run: RunFolder,
-    kept: Kept,
-    report: dict[str, Any],
-    names: tuple[str, ...],
-    trust: bool,
-) -> None:
-    """Write the best point into `model/`, or leave that as it is, and the report."""
+def _settle(work: Work, report: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Write the best point of the parameters `names` into `model/`, or leave that as it is, and the report."""
+    folder = work.run.model
     if report["stopped"]:
         log.warning("recover: stopped: %s", report["stopped"])
     if report["improved"]:
-        _write_model(recipe, dense, run, kept, report, names, trust)
+        _write_model(work, report, names)
     elif report["stopped"]:
-        kept.clear()
+        work.kept.clear()
         raise KvpruneError(
-            f"recover: {report['stopped']}, and nothing was gained before: {run.model} stays as it was; lower "
-            f"recover.learning_rate ({recipe.recover.learning_rate:g})"
+            f"recover: {report['stopped']}, and nothing was gained before: {folder} stays as it was; lower "
+            f"recover.learning_rate ({work.recipe.recover.learning_rate:g})"
         )
     else:
-        log.warning("recover: no point of the training was better on held-out text: %s stays as it was", run.model)
-        write_json(run.recovered, report)
-    kept.clear()
+        log.warning("recover: no point of the training was better on held-out text: %s stays as it was", folder)
+        write_json(work.run.recovered, report)
+    work.kept.clear()
 
 
-def _write_model(
-    recipe: Recipe,
-    dense: Dense,
-    run: RunFolder,
-    kept: Kept,
-    report: dict[str, Any],
-    names: tuple[str, ...],
-    trust: bool,
-) -> None:
+def _write_model(work: Work, report: dict[str, Any], names: tuple[str, ...]) -> None:
     """Put the trained weights in place of those in `model/`, all else as it is; verified before it is moved there."""
-    found = kept.read(best_name(report["best"]))
+    run, trust, section = work.run, work.trust, work.recipe.recover
+    found = work.kept.read(best_name(report["best"]))
     if found is None:
-        kept.clear()
-        raise KvpruneError(f"{kept.folder}: the best point is gone; run: kvprune recover {run.path}")
+        work.kept.clear()
+        raise KvpruneError(f"{work.kept.folder}: the best point is gone; run: kvprune recover {run.path}")
     clean_up(run)
     check_replaceable(run.model)
     before = open_checkpoint(run.model)
@@ -194,8 +200,8 @@ def _write_model(
     try:
         part.mkdir()
         model, info = load_model(run.model, dtype="auto", device="cpu", trust_remote_code=trust)
-        if recipe.recover.train == "lora":
-            model = with_adapters(model, dense.layout, recipe.recover)
+        if section.train == "lora":
+            model = with_adapters(model, work.dense.layout, section)
         put(model, found[0])
         model = merged(model)
         changes = _changes(before, model, changed_weights(names), part / ".saved", trust)
@@ -205,30 +211,26 @@ def _write_model(
         _carry(run.model, part, before)
         verified = _verify(before, changes, model, part, set(info["unexpected_keys"]), trust)
         write_json(run.recovered, report)
-        about = read_json(run.model / "kvprune.json")
-        own = ("files", "digests")
-        finish(
-            part,
-            run.model,
-            {key: value for key, value in about.items() if key not in own}
-            | {
-                "recipe": public_recipe(recipe, dense.source),
-                "verified": verified,
-                "recover": {
-                    "report": digest(run.recovered),
-                    **{key: report[key] for key in TOLD},
-                    "run": report["provenance"]["run"],
-                    "datasets": [
-                        name
-                        for name, mark in report["provenance"]["inputs"]["text"].items()
-                        if mark is None and name != "self"
-                    ],
-                    "token_digest": report["provenance"]["inputs"]["tokens"],
-                },
-            },
-        )
+        finish(part, run.model, _about(work, report, verified))
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _about(work: Work, report: dict[str, Any], verified: dict[str, Any]) -> dict[str, Any]:
+    """What kvprune.json says of the trained checkpoint: what it said of the exported one, and the training."""
+    exported = read_json(work.run.model / "kvprune.json")
+    made = report["provenance"]
+    return {key: value for key, value in exported.items() if key not in ("files", "digests")} | {
+        "recipe": public_recipe(work.recipe, work.dense.source),
+        "verified": verified,
+        "recover": {
+            "report": digest(work.run.recovered),
+            **{key: report[key] for key in TOLD},
+            "run": made["run"],
+            "datasets": hub_texts(made["inputs"]["text"]),
+            "token_digest": made["inputs"]["tokens"],
+        },
+    }
 
 
 def _changes(before: Checkpoint, model: Any, names: list[str], scratch: Path, trust: bool) -> dict[str, Change]:
@@ -282,15 +284,13 @@ def _verify(
     if (difference := find_difference(before, changes, after)) is not None:
         raise KvpruneError(f"recover: the written checkpoint is wrong: {difference}")
     loaded, info = load_model(part, dtype="auto", device="cpu", trust_remote_code=trust)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := sorted(map(str, set(info[kind]) - known)):
-            raise KvpruneError(f"recover: the trained checkpoint loads with {kind.replace('_', ' ')}: {found[:3]}")
+    check_keys(info, known, "recover: the trained checkpoint")
     needed = sum(parameter.numel() for parameter in loaded.parameters()) * FLOAT32_PAIR
     about = {"tensors": len(after.tensors), "loads": f"AutoModelForCausalLM as {type(loaded).__name__}"}
     if needed > psutil.virtual_memory().available:
         return about | {"logit_difference": None, "note": f"not run: float32 weights need {needed:,} bytes of memory"}
     expected = logits(model.float())
-    distance = float((logits(loaded.float()) - expected).abs().max() / expected.abs().max())
+    distance = apart(logits(loaded.float()), expected)
     if not distance <= LOGIT_TOLERANCE:
         raise KvpruneError(
             f"recover: the written model's logits differ from the trained one's by {distance:.1e} of the largest, and "

@@ -84,7 +84,7 @@ def with_adapters(model: Any, layout: Layout, section: Recover) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(section.seed)
             return get_peft_model(model, config)
-    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:  # of a class that peft cannot wrap
         raise KvpruneError(f"recover.train: peft cannot adapt this model: {one_line(error)}; use train: ffn") from None
 
 

@@ -89,7 +89,7 @@ class Curve:
     """How a training went: a loss for every step, in nats a token, and looks at the held-out texts."""
 
     losses: list[float] = field(default_factory=list)
-    looks: list[dict[str, Any]] = field(default_factory=list)  # step, and what `Seen` says of each text
+    looks: list[dict[str, Any]] = field(default_factory=list)  # step, and what `_seen` says of each text
     seconds: float = 0.0
     stopped: str = ""  # why it ended early
 
