@@ -4,8 +4,10 @@ Every process (rank) has a share of the batches. Sums go through torch.distribut
 GPUs. Rank 0 alone writes to the run folder. One process is the same with nothing to do.
 """
 
+import gc
 import json
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = timedelta(hours=24)  # rank 0 may sample for long; a rank that dies is noticed at once all the same
+
+
+class _LostError(KvpruneError):
+    """The other processes are gone."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,13 @@ def joined(device: str) -> Iterator[Ranks]:
         distributed.init_process_group(backend, timeout=PATIENCE)
     try:
         yield ranks
+    except _LostError:  # torchrun is about to stop this one too: the reason has to be told before
+        raise
+    except BaseException as error:
+        # What frames hold, as a model that is trained together, would outlive the group and wait for ever at its end.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
     finally:
         distributed.destroy_process_group()
 
@@ -137,4 +150,4 @@ def _told() -> Iterator[None]:
         yield
     except (RuntimeError, distributed.DistError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
-        raise KvpruneError(f"rank {launched().rank}: lost the other processes, so this one stops: {text}") from None
+        raise _LostError(f"rank {launched().rank}: lost the other processes, so this one stops: {text}") from None

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class Bench:
         model, layout = self.dense.load("auto", "cpu"), self.dense.layout
         new: dict[str, torch.Tensor] = {}
         if method.formula:
-            found = formulas.gather(model, layout, self._sequences())
+            found = self.gathered
             if method.formula == "minitron":
                 scores = {name: formulas.minitron(item) for name, item in found.items()}
                 plan = formulas.with_kept(plan, formulas.highest(scores, plan.ffns[0].width))
@@ -129,6 +130,11 @@ class Bench:
         mask_slots(model, layout, plan)
         put_values(model, layout, plan, new)
         return model
+
+    @cached_property
+    def gathered(self) -> dict[str, formulas.Gathered]:
+        """What the formulas read, of the common text."""
+        return formulas.gather(self.dense.load("auto", "cpu"), self.dense.layout, self._sequences())
 
     def _sequences(self) -> torch.Tensor:
         """The tokens of the common text, `[sequences, tokens]`."""
@@ -226,7 +232,9 @@ def main() -> None:
         if key not in results:
             method = _method(name)
             if method and not method.peer:
-                bench.calibrated(method)  # which methods share: not in their time
+                # What methods share is not in their time.
+                bench.calibrated(method)
+                _ = bench.gathered if method.formula else None
             started = time.perf_counter()
             model = bench.slim(method, keep) if method else bench.dense.load("auto", "cpu")
             made = time.perf_counter()

@@ -126,6 +126,11 @@ def recipe_data(model: Path, text: Path, **plan: Any) -> dict[str, Any]:
     }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The real model first: where processes share the files, the slowest must not be the last."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     """Tests share nothing with the user's cache, but for the real model, which is dequantised once a session."""
