@@ -202,6 +202,12 @@ def _known(name: str) -> str:
     return name
 
 
+def _a_line_a_cell(results: dict[str, Any]) -> str:
+    """JSON of the results, sums of losses to 0.001."""
+    short = json.loads(json.dumps(results), parse_float=lambda number: round(float(number), 3))
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in short.items()) + "\n}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
@@ -251,7 +257,7 @@ def main() -> None:
     print(text)
     if into:
         write_text(into, text + "\n")
-        write_json(into.with_suffix(".json"), results)
+        write_text(into.with_suffix(".json"), _a_line_a_cell(results))
 
 
 if __name__ == "__main__":
