@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT_VERSION = 2
-LIBRARIES = ("kvprune", "torch", "transformers", "datasets", "lm_eval", "safetensors")
+LIBRARIES = ("kvprune", "torch", "transformers", "datasets", "lm_eval", "safetensors", "accelerate", "peft")
 
 
 @dataclass(frozen=True)

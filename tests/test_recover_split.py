@@ -18,6 +18,7 @@ FSDP = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "ACCELERATE_USE_CPU": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # as accelerate launch has it by default
     "OMP_NUM_THREADS": "1",
 }
 
@@ -25,7 +26,7 @@ FSDP = {
 def recover_split(run: RunFolder, **section: Any) -> tuple[dict[str, Any], str]:
     """What two processes report, and what they print."""
     settings = [item for key, value in section.items() for item in ("--set", f"recover.{key}={value}")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.split"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.split"]
     done = subprocess.run(
         [*launch, "recover", str(run.path), "--json", "--set", "recover.method=distill", *settings],
         env={**os.environ, **FSDP},
