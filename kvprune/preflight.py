@@ -173,13 +173,18 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
     parts = f"two models and what learns {_gib(models)}, a batch of {micro} {_gib(batch)}"
     log.info("memory on %s: about %s to recover (%s); %s free", device, _gib(models + batch), parts, _gib(free))
     if models + batch > free:
-        ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
-        ways += ["--checkpointing"] if whole else []
-        ways += ["recover.train values or lora"] if section.train in ("ffn", "all") else []
         raise KvpruneError(
             f"{dense.source.title}: a recovery needs about {_gib(models + batch)} on {device} ({parts}), and "
-            f"{_gib(free)} are free; use {', or '.join([*ways, 'a device with more memory'])}"
+            f"{_gib(free)} are free; use {lighter(section, micro, whole=whole)}, or a device with more memory"
         )
+
+
+def lighter(section: Recover, micro: int, *, whole: bool) -> str:
+    """What makes a recovery take less memory."""
+    ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
+    ways += ["--checkpointing"] if whole else []
+    ways += ["recover.train values or lora"] if section.train in ("ffn", "all") else []
+    return ", or ".join([*ways, "a shorter recover.sequence_length"])
 
 
 def training_disk(dense: Dense, section: Recover) -> int:

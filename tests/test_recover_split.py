@@ -26,7 +26,16 @@ FSDP = {
 def recover_split(run: RunFolder, **section: Any) -> tuple[dict[str, Any], str]:
     """What two processes report, and what they print."""
     settings = [item for key, value in section.items() for item in ("--set", f"recover.{key}={value}")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.split"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.split",
+    ]
     done = subprocess.run(
         [*launch, "recover", str(run.path), "--json", "--set", "recover.method=distill", *settings],
         env={**os.environ, **FSDP},

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.forwards import saved_when_stopped
+from kvprune.preflight import lighter
 from kvprune.progress import advancing, log
 from kvprune.ranks import Ranks
 from kvprune.schema import Recover
@@ -229,13 +230,9 @@ def _named(work: Work, step: int) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            micro = work.course.micro
-            ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
-            ways += [] if work.course.checkpointing else ["--checkpointing"]
-            ways += ["recover.train values or lora", "a shorter recover.sequence_length"]
-            raise KvpruneError(
-                f"recover: out of memory with {micro} sequences at once; try {', '.join(ways)}"
-            ) from None
+            course = work.course
+            ways = lighter(course.section, course.micro, whole=not course.checkpointing)
+            raise KvpruneError(f"recover: out of memory with {course.micro} sequences at once; use {ways}") from None
         if work.course.device != "cpu" and ("CUDA" in str(error) or "NCCL" in str(error)):
             raise KvpruneError(
                 f"recover: {work.course.device} failed in step {step + 1}: {one_line(error)}; the same command goes on "
