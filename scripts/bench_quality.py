@@ -108,6 +108,7 @@ class Bench:
         if method.peer:
             return self._by_peer(method, keep)
         run = self.calibrated(method)
+        run.values.unlink(missing_ok=True)  # of a cell before, which would be found done
         values = [f"{key}={value}" for key, value in _recipe(method.recipe).items()] if method.recipe else method.values
         plan_values = [item for item in values if item.startswith("plan.")]
         plan = kvprune.plan(run.path, overrides=[f"plan.budget.keep={keep}", *plan_values])
