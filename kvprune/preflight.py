@@ -18,6 +18,7 @@ from kvprune.ffn.state import kept_bytes
 from kvprune.ffn.walk import Setup
 from kvprune.progress import log
 from kvprune.schema import Recipe, Recover
+from kvprune.teaching.students import lighter
 
 SPARE_SHARE = 0.5  # of the memory that is left, for Gram matrices of more than one FFN at a time
 STATS_BYTES_PER_SLOT = 33 * 8 + 4 * 8 + 3 * 4  # histogram, float64 sums, float32 maximum and norms
@@ -177,14 +178,6 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
             f"{dense.source.title}: a recovery needs about {_gib(models + batch)} on {device} ({parts}), and "
             f"{_gib(free)} are free; use {lighter(section, micro, whole=whole)}, or a device with more memory"
         )
-
-
-def lighter(section: Recover, micro: int, *, whole: bool) -> str:
-    """What makes a recovery take less memory."""
-    ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
-    ways += ["--checkpointing"] if whole else []
-    ways += ["recover.train values or lora"] if section.train in ("ffn", "all") else []
-    return ", or ".join([*ways, "a shorter recover.sequence_length"])
 
 
 def training_disk(dense: Dense, section: Recover) -> int:

@@ -135,3 +135,11 @@ def changed_weights(names: Iterable[str]) -> list[str]:
     """Parameters of the slim model that learning changes: themselves, or those that adapters are merged into."""
     found = [name.removeprefix("base_model.model.").replace(".lora_A.default.", ".") for name in names]
     return [name for name in found if ".lora_B." not in name]
+
+
+def lighter(section: Recover, micro: int, *, whole: bool) -> str:
+    """What makes a recovery take less memory."""
+    ways = [f"--batch-size {micro // 2}"] if micro > 1 else []
+    ways += ["--checkpointing"] if whole else []
+    ways += ["recover.train values or lora"] if section.train in ("ffn", "all") else []
+    return ", or ".join([*ways, "a shorter recover.sequence_length"])

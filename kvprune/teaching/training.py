@@ -22,14 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kvprune.errors import KvpruneError
 from kvprune.ffn.forwards import saved_when_stopped
-from kvprune.preflight import lighter
 from kvprune.progress import advancing, log
 from kvprune.ranks import Ranks
 from kvprune.schema import Recover
 from kvprune.sources.models import is_out_of_memory, one_line
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.pair import Pair
-from kvprune.teaching.students import Student
+from kvprune.teaching.students import Student, lighter
 
 BETAS = (0.9, 0.95)
 WARM_UP = 5  # steps
