@@ -203,9 +203,8 @@ def test_a_stopped_recovery_goes_on_and_ends_with_the_same_bytes(
     polite = {2: signal.SIGTERM, 6: signal.SIGINT, 7: signal.SIGINT}  # after the first look, between two, at the end
 
     def take_step(work: Any, step: int) -> float:
-        if (
-            step == 5 and 5 not in steps
-        ):  # a rude stop: what was kept by then, at the look after 4 steps, is all there is
+        # A rude stop: what was kept by then, at the look after 4 steps, is all there is.
+        if step == 5 and 5 not in steps:
             steps.append(step)
             raise KeyboardInterrupt
         if step in polite:
