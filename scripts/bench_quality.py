@@ -70,6 +70,7 @@ METHODS = {
     "Wanda-sp + GRAIL": Method("formula", ["plan.score=wanda"], formula="grail"),
     "kvprune best": Method("ours", recipe="best"),
     "kvprune best, a quarter own text": Method("ours", recipe="best", own=0.25),
+    "kvprune best, all own text": Method("ours", recipe="best", own=1.0),
     "kvprune large": Method("ours", recipe="large"),
     "kvprune global": Method("ours", recipe="global"),
     "kvprune global, a quarter own text": Method("ours", recipe="global", own=0.25),
@@ -95,8 +96,9 @@ class Bench:
         """A run folder with the statistics that a method reads; methods share them."""
         values = dict(item.split("=", 1) for item in method.values) | (_recipe(method.recipe) if method.recipe else {})
         collect = ["counts", *({COLLECTED[score]} if (score := values.get("plan.score")) in COLLECTED else [])]
-        text: list[Any] = [{"source": str(self.text), "weight": 1 - method.own}]
+        text: Any = [{"source": str(self.text), "weight": 1 - method.own}]
         text += [{"source": "self", "weight": method.own}] if method.own else []
+        text = "builtin" if method.own == 1 else text  # own samples of this very model, drawn before
         section = {"text": text, "tokens": self.tokens, "sequence_length": LENGTH, "collect": collect}
         recipe = make_recipe({"model": BUILTIN, "calibrate": section, "plan": {"round_to": ROUND_TO}})
         place = self.runs / "-".join([f"own-{method.own:g}" if method.own else "text", str(self.tokens), *collect[1:]])

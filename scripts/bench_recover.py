@@ -35,13 +35,13 @@ from kvprune.teaching.training import teach
 from kvprune.tokens import recovery_tokens
 
 CALIBRATION = 131_072
-# Name to what differs from the default: half WikiText-2, half own samples, 100k tokens, ffn, from the sequential refit.
+# Name to what differs from the default: half WikiText-2, half own samples, 50k tokens, ffn, from the sequential refit.
 CELLS: dict[str, dict[str, str]] = {
     "none": {},
     "default": {},
     "text: WikiText-2": {"text": "wikitext"},
     "text: own samples": {"text": "self"},
-    "50k tokens": {"tokens": "50k"},
+    "100k tokens": {"tokens": "100k"},
     "200k tokens": {"tokens": "200k"},
     "400k tokens": {"tokens": "400k"},
     "train values": {"train": "values"},
@@ -75,7 +75,7 @@ def values(bench: Bench, cell: dict[str, str]) -> list[str]:
     """The recovery's recipe values."""
     text = TEXTS[cell.get("text", "half")].format(text=bench.text)
     own = {key: value for key, value in cell.items() if key not in ("text", "start")}
-    section = {"method": "distill", "text": text, "tokens": "100k", **own}
+    section = {"method": "distill", "text": text, "tokens": "50k", **own}
     return [f"recover.{key}={value}" for key, value in section.items()]
 
 
