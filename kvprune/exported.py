@@ -38,11 +38,11 @@ def check_replaceable(folder: Path) -> None:
     way_out = "move it away or choose another run folder"
     if not about.is_file():
         raise KvpruneError(f"{folder}: exists and is not an export of kvprune; {way_out}")
-    sizes = {"kvprune.json": None, "README.md": None, **read_json(about).get("files", {})}
-    for name in file_names(folder):
-        if name not in sizes:
+    digests = read_json(about).get("digests", {})
+    for name in sorted(set(file_names(folder)) - {"kvprune.json"}):
+        if name not in digests:
             raise KvpruneError(f"{folder}: holds {name}, which is not of the export; {way_out}")
-        if name.endswith(".safetensors") and (folder / name).stat().st_size != sizes[name]:
+        if digest(folder / name) != digests[name]:
             raise KvpruneError(f"{folder}: holds {name}, which has changed since the export; {way_out}")
 
 

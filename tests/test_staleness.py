@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -76,14 +77,20 @@ def test_weights_trained_in_place_are_judged_anew(recipe: Path, tmp_path: Path) 
     assert second["slim"]["tasks"] != first["slim"]["tasks"]
 
 
-def test_a_checkpoint_that_was_changed_is_not_replaced(recipe: Path, tmp_path: Path) -> None:
+def bits_flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "README.md", "tokenizer.json"])
+def test_a_checkpoint_that_was_changed_is_not_replaced(recipe: Path, tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     kvprune.run(recipe, run)
-    weights = run / "model" / "model.safetensors"
-    save_file({**load_file(weights), "lora.weight": torch.ones(2)}, weights, metadata={"format": "pt"})
-    with pytest.raises(KvpruneError, match=r"model\.safetensors, which has changed since the export"):
-        kvprune.run(recipe, run)
-    assert "lora.weight" in load_file(weights)
+    file = run / "model" / name
+    changed = bits_flipped(file.read_bytes())
+    file.write_bytes(changed)
+    with pytest.raises(KvpruneError, match=rf"{re.escape(name)}, which has changed since the export"):
+        kvprune.run(recipe, run, overrides=["plan.budget.keep=0.5"])
+    assert file.read_bytes() == changed
 
 
 def test_a_format_of_another_version_is_stale(recipe: Path, tmp_path: Path) -> None:
