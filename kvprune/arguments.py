@@ -105,12 +105,11 @@ def parser() -> argparse.ArgumentParser:
         )
     planning = verb("plan", where, limit, trust, change)
     planning.add_argument("--dry-run", action="store_true", help="print widths and budget, write nothing")
-    recovering = verb("recover", where, training, trust, change)
     for made in (
         planning,
         verb("refit", where, walk, trust, change),
         verb("export", trust),
-        recovering,
+        verb("recover", where, training, trust, change),
         verb("evaluate", where, trust, change),
         showing := verb("show"),
     ):

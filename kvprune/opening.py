@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from kvprune import config as configuring
 from kvprune import preflight
 from kvprune.artifacts import RunFolder, read_meta
@@ -83,10 +85,20 @@ def open_checked(
         dense.check_values()
     if recipe.plan.allocation == "sensitivity" and states["plan"].status != "current":
         prepare(recipe, dense, options, launched(), "plan")
-    for stage in stages:
-        if stage != "recover" and states[stage].status != "current":
+    if "evaluate" in stages and states["evaluate"].status != "current":
+        _check_evaluation(recipe, dense, options)
+    for stage in ("calibrate", "refit"):
+        if stage in stages and states[stage].status != "current":
             prepare(recipe, dense, options, launched(), stage, tell=stage == "calibrate")
     return dense
+
+
+def _check_evaluation(recipe: Recipe, dense: Dense, options: Options) -> None:
+    """Dense and slim are loaded whole, and both at once for their speeds."""
+    slots = planning.ffn_widths(dense.layout, planning.choose_widths(recipe.plan, dense))
+    device = options.own_device()
+    kind = getattr(torch, dense.run_dtype(recipe.dtype, device))
+    preflight.check_pair(dense, planning.model_size(dense, slots).total_params, device, kind)
 
 
 def _check_length(section: str, length: int, dense: Dense) -> None:

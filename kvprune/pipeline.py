@@ -47,7 +47,7 @@ from kvprune.stages import refit as refitting
 from kvprune.stages import sensitivity as sensing
 from kvprune.staleness import stage_states
 from kvprune.teaching.kept import Kept
-from kvprune.tokens import calibration_tokens, counted_tokens, load_dense, recovery_tokens
+from kvprune.tokens import calibration_tokens, check_recovery_text, counted_tokens, load_dense, recovery_tokens
 
 
 def run(
@@ -60,7 +60,9 @@ def run(
     _alone("run")
     recipe, place = begin(recipe, folder, overrides)
     evaluating.task_manager(recipe.evaluate)  # a misspelt task shows now, not after the calibration
-    dense = open_checked(recipe, place, options, stages=("calibrate", "refit", "recover"))
+    dense = open_checked(recipe, place, options, stages=("calibrate", "refit", "recover", "evaluate"))
+    if recipe.recover.method != "none" and stage_states(place, recipe)["recover"].status != "current":
+        check_recovery_text(recipe, dense, options)  # which shows too little text now, not after the export
     with locked(place):
         _calibrate(recipe, place, dense, options, ALONE)
         _plan(recipe, place, dense, options)
@@ -136,7 +138,8 @@ def recover(folder: str | Path, *, overrides: list[str] | None = None, options: 
     recipe, place = resume(folder, overrides, "recover")
     if recipe.recover.method == "none":
         raise KvpruneError(
-            f"{folder}: recover.method is none; run: kvprune recover {folder} --set recover.method=distill"
+            f"{folder}: recover.method is none; run: kvprune recover {folder} --set recover.method=distill "
+            "--set recover.text=FILE"
         )
     need(place, recipe, "recover")
     dense = open_checked(recipe, place, options, stages=("recover",))
@@ -149,7 +152,7 @@ def evaluate(folder: str | Path, *, overrides: list[str] | None = None, options:
     _alone("evaluate")
     recipe, place = resume(folder, overrides, "evaluate")
     need(place, recipe, "evaluate")
-    dense = open_checked(recipe, place, options)
+    dense = open_checked(recipe, place, options, stages=("evaluate",))
     with locked(place):
         return _evaluate(recipe, place, dense, options)
 

@@ -207,6 +207,17 @@ def check_weights(dense: Dense, setup: Setup, purpose: str) -> None:
         )
 
 
+def check_pair(dense: Dense, slim_params: int, device: str, dtype: torch.dtype) -> None:
+    """Raise KvpruneError where dense and slim, both loaded at the end of an evaluation, do not fit in memory."""
+    weights, free = (dense.layout.total_params + slim_params) * dtype.itemsize, _free(device)
+    if weights > free:
+        raise KvpruneError(
+            f"{dense.source.title}: an evaluation loads it and the slim model: {_gib(weights)} on {device}, and "
+            f"{_gib(free)} are free; use dtype: bfloat16 or a device with more memory, or go stage by stage up to "
+            "kvprune export, and evaluate elsewhere"
+        )
+
+
 def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage: str) -> None:
     """Raise KvpruneError where the disk for hidden states has less than two or three times their size."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

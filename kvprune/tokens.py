@@ -16,7 +16,7 @@ from kvprune.schema import Calibrate, Recipe, Recover
 from kvprune.sources.models import load_tokenizer
 from kvprune.sources.overlap import PASSAGE, holds_any, passages
 from kvprune.sources.samples import self_samples
-from kvprune.sources.texts import documents, of_key, pack, self_share, sequences, token_digest
+from kvprune.sources.texts import check_lengths, documents, of_key, pack, self_share, sequences, token_digest
 
 HELD_SEQUENCES = 8  # of each text that a recovery looks at
 HELD_BACK = "held-back"  # what those of the training text are called
@@ -54,6 +54,13 @@ def recovery_tokens(
     for some in (tokens, *held.values()):
         check_tokens(some, dense.text_config)
     return _apart(tokens, tokenizer, judged, section.batch_tokens // length), held
+
+
+def check_recovery_text(recipe: Recipe, dense: Dense, options: Options) -> None:
+    """Raise KvpruneError where a local text is too short for the recovery, which comes after all else."""
+    tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
+    with of_key("recover.text"):
+        check_lengths(recovery_section(recipe.recover), tokenizer)
 
 
 def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:

@@ -287,7 +287,7 @@ def test_a_source_with_too_few_tokens_is_named(three: list[Path], tmp_path: Path
         sequences(calibrate([str(three[0]), str(tmp_path / "short.txt")], tokens=96), tiny_tokenizer())
     assert str(error.value) == (
         f"calibrate.tokens: {tmp_path / 'short.txt'} holds 32 tokens in full sequences of 16, "
-        "and 48 of it are asked for; lower calibrate.tokens"
+        "and 48 of it are asked for; lower calibrate.tokens, or name a longer calibrate.text"
     )
 
 

@@ -67,6 +67,19 @@ def test_weights_beyond_memory_are_refused(recipe: Recipe, dense: Dense, monkeyp
         preflight.check_weights(dense, Setup("cpu", torch.float32, 8), "to sample a text (self)")
 
 
+def test_an_evaluation_of_more_than_memory_is_refused_before_the_calibration(
+    recipe: Recipe, dense: Dense, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slim = 29_856
+    both = (dense.layout.total_params + slim) * 4  # float32
+    monkeypatch.setattr(preflight, "_free", lambda device: both)
+    preflight.check_pair(dense, slim, "cpu", torch.float32)
+    monkeypatch.setattr(preflight, "_free", lambda device: both - 1)
+    with pytest.raises(KvpruneError, match=r"an evaluation loads it and the slim model: .* up to kvprune export"):
+        kvprune.run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_batch_beyond_memory_is_refused_with_one_that_fits(
     recipe: Recipe, dense: Dense, monkeypatch: pytest.MonkeyPatch
 ) -> None:

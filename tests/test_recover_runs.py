@@ -13,7 +13,7 @@ from torch import Tensor
 import kvprune
 from kvprune.artifacts import RunFolder, file_names
 from kvprune.cli import main
-from kvprune.errors import StaleError
+from kvprune.errors import KvpruneError, StaleError
 from kvprune.recipe import load_recipe
 from kvprune.sources import samples
 from kvprune.staleness import stage_states
@@ -132,10 +132,19 @@ def test_own_samples_are_kept_and_drawn_once(tmp_path: Path, monkeypatch: pytest
     assert not run.samples.exists()  # those of a calibration are others
 
 
+def test_a_run_refuses_a_text_too_short_to_recover_on_before_it_counts(tmp_path: Path) -> None:
+    recipe = load_recipe(exported(tmp_path).recipe, ["recover.method=distill", "recover.tokens=1M"])
+    fresh = RunFolder(tmp_path / "fresh")
+    wanted = r"^recover\.tokens: .* are asked for; lower recover\.tokens, or name a longer recover\.text$"
+    with pytest.raises(KvpruneError, match=wanted):
+        kvprune.run(recipe, fresh.path)
+    assert not fresh.path.exists()
+
+
 TEACHING = ("recover.method=distill",)
 BAD = {
     "tokens=1M": r"recover\.tokens: \S+text\.txt holds [\d,]+ tokens in full sequences of 32, and 1,000,\d+ of it are "
-    r"asked for; lower recover\.tokens",
+    r"asked for; lower recover\.tokens, or name a longer recover\.text",
     "text=SHORT": r"recover\.tokens: \S+short\.txt holds 0 tokens in full sequences of 32, and .*",
     "text=/no/where.txt": r"recover\.text: /no/where\.txt: no such file or folder",
     "held_out=SHORT": r"recover\.held_out: \S+short\.txt holds less than one sequence of 32 tokens",
@@ -143,7 +152,8 @@ BAD = {
     "batch_tokens=100": r".*recover\.batch_tokens: should be a multiple of sequence_length \(32\), as 96 or 128, .*",
     "sequence_length=512": r".*recover\.batch_tokens: should be a multiple of sequence_length \(512\), as 512, got 128",
     "rank=4": r".*recover\.rank: is read by train lora only, and train is ffn: remove it, got 4",
-    "method=none": r"\S+: recover\.method is none; run: kvprune recover \S+ --set recover\.method=distill",
+    "method=none": r"\S+: recover\.method is none; run: kvprune recover \S+ --set recover\.method=distill "
+    r"--set recover\.text=FILE",
     "method=rl": r".*recover\.method: should be 'none' or 'distill', got 'rl'",
     "learning_rat=1": r".*recover\.learning_rat: unknown key\. Did you mean learning_rate\? Allowed: method, text, .*",
     "learning_rate=0": r".*recover\.learning_rate: should be greater than 0, got 0",

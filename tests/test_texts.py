@@ -301,7 +301,7 @@ def test_too_few_tokens_are_refused_with_how_many_there_are(tmp_path: Path, cont
     held = len(content) // 15 * 16
     expected = (
         f"calibrate.tokens: {file} holds {held} tokens in full sequences of 16, and 1600 of it are asked for; "
-        "lower calibrate.tokens"
+        "lower calibrate.tokens, or name a longer calibrate.text"
     )
     with pytest.raises(KvpruneError) as error:
         sequences(section(file, 1600, 16), tiny_tokenizer())

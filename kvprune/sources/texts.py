@@ -68,16 +68,32 @@ def draw(section: Calibrate, own: list[list[T]], packed: Callable[[TextSource, i
             own = own[wanted:]
             continue
         found = packed(source, wanted * POOL)
-        if len(found) < wanted:
-            raise KvpruneError(
-                f"calibrate.tokens: {source.source} holds {len(found) * length:,} tokens in full sequences of "
-                f"{length}, and {wanted * length:,} of it are asked for; lower calibrate.tokens"
-            )
+        _check_enough(source, len(found), wanted, length)
         random.Random(section.seed).shuffle(found)
         rows += found[:wanted]
     if len(section.text) > 1:
         random.Random(section.seed).shuffle(rows)
     return rows
+
+
+def check_lengths(section: Calibrate, tokenizer: Any) -> None:
+    """Raise KvpruneError where a local text has too few tokens, before anything else is done.
+
+    Data sets of the Hub are not asked, and the model samples as many as are wanted.
+    """
+    length = section.sequence_length
+    for source, wanted in shares(section):
+        if _kind(source) not in ("self", "datasets"):
+            found = pack(documents(source, section.seed), tokenizer, length, wanted)
+            _check_enough(source, len(found), wanted, length)
+
+
+def _check_enough(source: TextSource, found: int, wanted: int, length: int) -> None:
+    if found < wanted:
+        raise KvpruneError(
+            f"calibrate.tokens: {source.source} holds {found * length:,} tokens in full sequences of {length}, and "
+            f"{wanted * length:,} of it are asked for; lower calibrate.tokens, or name a longer calibrate.text"
+        )
 
 
 def shares(section: Calibrate) -> list[tuple[TextSource, int]]:
@@ -223,7 +239,7 @@ def of_key(key: str) -> Iterator[None]:
     try:
         yield
     except KvpruneError as error:
-        text = re.sub(r"(^|lower )calibrate\.text", lambda found: found[1] + key, str(error))
+        text = re.sub(r"(^|longer )calibrate\.text", lambda found: found[1] + key, str(error))
         section = key.partition(".")[0]
         text = re.sub(r"(^|lower )calibrate\.", lambda found: f"{found[1]}{section}.", text)
         raise KvpruneError(text) from None
