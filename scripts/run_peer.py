@@ -54,7 +54,8 @@ def torch_pruning(model: Any, width: int, tokens: torch.Tensor | None) -> Any:
         importance=tp.importance.GroupMagnitudeImportance(p=2, group_reduction="mean"),
         global_pruning=False,
         pruning_ratio=0.0,
-        pruning_ratio_dict=dict.fromkeys(first, (full - width) / full),
+        # It cuts width = int(full * (1 - ratio)), which rounding may put one below.
+        pruning_ratio_dict=dict.fromkeys(first, (full - width - 0.5) / full),
         ignored_layers=[model.lm_head, *(layer.self_attn for layer in model.model.layers)],
     )
     for group in pruner.step(interactive=True):
