@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 import kvprune
-from kvprune.artifacts import RunFolder, file_names
+from kvprune.artifacts import RunFolder, digest, file_names
 from kvprune.cli import main
 from kvprune.errors import KvpruneError, StaleError
 from kvprune.recipe import load_recipe
@@ -164,6 +164,7 @@ def refused(run: RunFolder, capsys: pytest.CaptureFixture[str], *changes: str) -
     """The one line that the command line gives where it refuses to recover; the model is as it was."""
     were = files(run.model)
     given = [word for change in changes for word in ("--set", change)]
+    capsys.readouterr()  # what libraries printed before
     assert main(["recover", str(run.path), "--quiet", *given]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -211,8 +212,10 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest
     run = exported(tmp_path)
     tiny_model(tiny_config("llama", vocab_size=300)).save_pretrained(run.model)
     about = run.model / "kvprune.json"
-    sizes = {name: (run.model / name).stat().st_size for name in file_names(run.model) if name != about.name}
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"files": sizes}))
+    named = [name for name in file_names(run.model) if name != about.name]
+    sizes = {name: (run.model / name).stat().st_size for name in named}
+    digests = {name: digest(run.model / name) for name in named}
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"files": sizes, "digests": digests}))
     line = refused(run, capsys, *TEACHING)
     assert line == (
         f"{run.model}: has 300 words in its vocabulary and its teacher dense 260: nothing can be taught between them"
