@@ -69,11 +69,11 @@ METHODS = {
     "OSSCAR": Method("formula", ["plan.score=greedy", "refit.method=oneshot", "refit.bias=none"]),
     "Wanda-sp + GRAIL": Method("formula", ["plan.score=wanda"], formula="grail"),
     "kvprune best": Method("ours", recipe="best"),
-    "kvprune best, a quarter own text": Method("ours", recipe="best", own=0.25),
-    "kvprune best, all own text": Method("ours", recipe="best", own=1.0),
+    "kvprune best, a quarter own samples": Method("ours", recipe="best", own=0.25),
+    "kvprune best, all own samples": Method("ours", recipe="best", own=1.0),
     "kvprune large": Method("ours", recipe="large"),
     "kvprune global": Method("ours", recipe="global"),
-    "kvprune global, a quarter own text": Method("ours", recipe="global", own=0.25),
+    "kvprune global, a quarter own samples": Method("ours", recipe="global", own=0.25),
 }
 
 
