@@ -39,7 +39,7 @@ def check_replaceable(folder: Path) -> None:
     if not about.is_file():
         raise KvpruneError(f"{folder}: exists and is not an export of kvprune; {way_out}")
     digests = read_json(about).get("digests", {})
-    for name in sorted(set(file_names(folder)) - {"kvprune.json"}):
+    for name in (name for name in file_names(folder) if name != about.name):
         if name not in digests:
             raise KvpruneError(f"{folder}: holds {name}, which is not of the export; {way_out}")
         if digest(folder / name) != digests[name]:

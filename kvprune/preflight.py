@@ -199,23 +199,28 @@ def _learning(layout: Layout, section: Recover) -> int:
 
 def check_weights(dense: Dense, setup: Setup, purpose: str) -> None:
     """Raise KvpruneError where the whole model, which is loaded for a `purpose`, does not fit in memory."""
-    weights, free = dense.layout.total_params * setup.dtype.itemsize, _free(setup.device)
-    if weights > free:
-        raise KvpruneError(
-            f"{dense.source.title}: {purpose} all of it is loaded: {_gib(weights)} on {setup.device}, and "
-            f"{_gib(free)} are free; use dtype: bfloat16, a device with more memory, or go without"
-        )
+    _check_fits(
+        dense.layout.total_params * setup.dtype.itemsize,
+        setup.device,
+        f"{dense.source.title}: {purpose} all of it is loaded",
+        "use dtype: bfloat16, a device with more memory, or go without",
+    )
 
 
 def check_pair(dense: Dense, slim_params: int, device: str, dtype: torch.dtype) -> None:
     """Raise KvpruneError where dense and slim, both loaded at the end of an evaluation, do not fit in memory."""
-    weights, free = (dense.layout.total_params + slim_params) * dtype.itemsize, _free(device)
-    if weights > free:
-        raise KvpruneError(
-            f"{dense.source.title}: an evaluation loads it and the slim model: {_gib(weights)} on {device}, and "
-            f"{_gib(free)} are free; use dtype: bfloat16 or a device with more memory, or go stage by stage up to "
-            "kvprune export, and evaluate elsewhere"
-        )
+    _check_fits(
+        (dense.layout.total_params + slim_params) * dtype.itemsize,
+        device,
+        f"{dense.source.title}: an evaluation loads it and the slim model",
+        "use dtype: bfloat16 or a device with more memory, or go stage by stage up to kvprune export, and evaluate "
+        "elsewhere",
+    )
+
+
+def _check_fits(weights: int, device: str, what: str, ways: str) -> None:
+    if weights > (free := _free(device)):
+        raise KvpruneError(f"{what}: {_gib(weights)} on {device}, and {_gib(free)} are free; {ways}")
 
 
 def check_states(recipe: Recipe, dense: Dense, setup: Setup, run: Path, *, stage: str) -> None:

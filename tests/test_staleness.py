@@ -93,6 +93,16 @@ def test_a_checkpoint_that_was_changed_is_not_replaced(recipe: Path, tmp_path: P
     assert file.read_bytes() == changed
 
 
+def test_a_checkpoint_that_was_trained_on_is_not_replaced(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kvprune.run(recipe, run)
+    weights = run / "model" / "model.safetensors"
+    save_file({**load_file(weights), "lora.weight": torch.ones(2)}, weights, metadata={"format": "pt"})
+    with pytest.raises(KvpruneError, match=r"model\.safetensors, which has changed since the export"):
+        kvprune.run(recipe, run)
+    assert "lora.weight" in load_file(weights)
+
+
 def test_a_format_of_another_version_is_stale(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     kvprune.calibrate(recipe, run)
