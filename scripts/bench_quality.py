@@ -182,15 +182,20 @@ def _judging(bench: Bench) -> Judging:
     )
 
 
-def _tuning(bench: Bench) -> Judging:
-    """Judge by the held-back end of the calibration text, and by another domain."""
+def tuning_texts(bench: Bench) -> dict[str, list[list[int]]]:
+    """Windows of the held-back end of the calibration text, and of another domain, in the place of the judging one."""
 
     def windows(texts: Iterable[str]) -> list[list[int]]:
         ids = [token for text in texts for token in bench.tokenizer(text, verbose=False)["input_ids"]]
         return [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(TUNING_WINDOWS)]
 
     other = (str(text) for text in documents(TextSource(source=TASK_TEXT), 0))
-    tests = {"wikitext": windows([bench.held]), "lambada": windows(other)}  # in the place of the one that judges
+    return {"wikitext": windows([bench.held]), "lambada": windows(other)}
+
+
+def _tuning(bench: Bench) -> Judging:
+    """Judge by what settings may be chosen by."""
+    tests = tuning_texts(bench)
     return lambda model, _: {name: losses(model, some) for name, some in tests.items()}
 
 

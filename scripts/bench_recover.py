@@ -2,11 +2,12 @@
 
     KVPRUNE_DATA=folder python scripts/bench_recover.py --runs runs/recover [--cells NAME ...] [--keep 0.8]
 
-SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file). The start is the recipe `best` on 131,072 tokens, three
-quarters of them from the first four fifths of WikiText-2 validation and one quarter own samples. Held-out KL is that of
-the recovery's own looks, on sequences of its text and on Python's documentation: settings are chosen by it. Perplexity
-on the first 12 x 1,024 tokens of WikiText-2 test and 10 x 1,024 of LAMBADA's running text, no BOS. `control` spends the
-same tokens on the dense model, which learns the text itself. What is done is kept in the folder and not done again.
+SmolLM2-135M-Instruct (builtin: the dequantised 4-bit file). The start is the recipe `best` on 131,072 tokens, two
+thirds of them from the first four fifths of WikiText-2 validation and one third own samples, widths in multiples of 4.
+Token perplexity, no BOS: of the last fifth of that text and of Python's documentation, which nothing counts or trains
+on, and by which settings are chosen; and of the first 12 x 1,024 tokens of WikiText-2 test and 10 x 1,024 of LAMBADA's
+running text, which judge. `control` spends the same tokens on the dense model, which learns the text itself. What is
+done is kept in the folder and not done again.
 """
 
 import argparse
@@ -17,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_quality import Bench, Method
-from bench_refit import judge, test_tokens
+from bench_quality import Bench, Method, tuning_texts
+from bench_refit import test_tokens
 from bench_scores import perplexity
+from quality_judge import losses
 
 import kvprune
 from kvprune.artifacts import RunFolder, read_json, write_json, write_text
-from kvprune.card import first_and_best
 from kvprune.options import DEFAULT, make_course
 from kvprune.ranks import ALONE
 from kvprune.recipe import load_recipe
+from kvprune.results import intervals
 from kvprune.results.table import grid
 from kvprune.sources.models import load_model
 from kvprune.teaching.kept import Kept
@@ -58,13 +60,13 @@ TEXTS = {"wikitext": "{text}", "self": "self", "half": "[{text}, self]"}
 
 def start(bench: Bench, refit: str, keep: float) -> RunFolder:
     """The exported run that recoveries start from."""
-    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=0.25))
+    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=1 / 3))
     place = RunFolder(bench.runs / f"start-{refit}-{keep:g}")
     if not place.path.exists():
         part = place.path.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(run.path, part)
-        kvprune.plan(part, overrides=[f"plan.budget.keep={keep}", "plan.round_to=4"])
+        kvprune.plan(part, overrides=["plan.score=taylor", f"plan.budget.keep={keep}"])
         kvprune.refit(part, overrides=[f"refit.method={refit}"])
         kvprune.export(part)
         part.rename(place.path)
@@ -109,16 +111,21 @@ def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
         "best": curve.best,
         "seconds": curve.seconds,
         "tokens": len(curve.losses) * recipe.recover.batch_tokens,
-        "perplexity": [perplexity(model, some, windows) for some, windows in tests.values()],
+        **judged(bench, model, tests),
     }
+
+
+def judged(bench: Bench, model: Any, tests: Any) -> dict[str, list[float]]:
+    """Perplexities of a model: of the texts that settings are chosen by, and of those that judge."""
+    tuning = [intervals.perplexity(losses(model, some)) for some in tuning_texts(bench).values()]
+    return {"tuning": tuning, "perplexity": [perplexity(model, some, windows) for some, windows in tests.values()]}
 
 
 def row(name: str, cell: dict[str, Any]) -> list[str]:
     """A line of the table."""
-    best = first_and_best(cell)[1].values() if "looks" in cell else ()
-    losses = " ".join(f"{seen['loss']:.4f}" for seen in best) or "-"
     minutes = f"{cell['seconds'] / 60:.1f}" if "seconds" in cell else "-"
-    return [name, losses, *(f"{value:.2f}" for value in cell["perplexity"]), f"{cell.get('tokens', 0):,}", minutes]
+    figures = (f"{value:.2f}" for value in (*cell["tuning"], *cell["perplexity"]))
+    return [name, *figures, f"{cell.get('tokens', 0):,}", minutes]
 
 
 def main() -> None:
@@ -144,16 +151,16 @@ def main() -> None:
         if name == "control":
             found = control(bench, base, tests)
         elif name == "none":
-            found = {"perplexity": judge(bench.dense, base, True, tests)}
+            found = judged(bench, load_model(base.model, dtype="auto", device="cpu")[0], tests)
         else:
             place, report = recovered(bench, base, name, cell)
             model, _ = load_model(place.model, dtype="auto", device="cpu")
             found = {key: report[key] for key in ("looks", "best", "seconds", "tokens", "learning")}
-            found["perplexity"] = [perplexity(model, some, windows) for some, windows in tests.values()]
+            found |= judged(bench, model, tests)
         results[name] = found
         write_json(kept, results)
         print(*row(name, found), f"{time.perf_counter() - started:.0f} s in all", flush=True)
-    head = ["recovery", "held-out KL", "WikiText-2", "LAMBADA", "tokens", "minutes"]
+    head = ["recovery", "validation", "documentation", "WikiText-2", "LAMBADA", "tokens", "minutes"]
     text = grid([head, *(row(name, results[name]) for name in CELLS if name in results)])
     print(text)
     if arguments.table:
