@@ -36,7 +36,6 @@ from kvprune.teaching.students import make_student
 from kvprune.teaching.training import teach
 from kvprune.tokens import recovery_tokens
 
-CALIBRATION = 131_072
 # Name to what differs from the default: half WikiText-2, half own samples, 50k tokens, ffn, from the sequential refit.
 CELLS: dict[str, dict[str, str]] = {
     "none": {},
@@ -58,9 +57,9 @@ CELLS: dict[str, dict[str, str]] = {
 TEXTS = {"wikitext": "{text}", "self": "self", "half": "[{text}, self]"}
 
 
-def start(bench: Bench, refit: str, keep: float) -> RunFolder:
+def start(bench: Bench, refit: str, keep: float, own: float) -> RunFolder:
     """The exported run that recoveries start from."""
-    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=1 / 3))
+    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=own))
     place = RunFolder(bench.runs / f"start-{refit}-{keep:g}")
     if not place.path.exists():
         part = place.path.with_suffix(".part")
@@ -133,13 +132,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="NAME")
     parser.add_argument("--keep", type=float, default=0.8)
+    parser.add_argument("--counted", type=int, default=131_072, help="tokens; for each number another folder")
+    parser.add_argument("--own", type=float, default=1 / 3, help="share of own samples in them; likewise")
     parser.add_argument("--table", type=Path, help="write the table here")
     arguments = parser.parse_args()
     if not os.environ.get("KVPRUNE_DATA"):
         raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2 and LAMBADA")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     data = Path(os.environ["KVPRUNE_DATA"]).resolve()
-    bench = Bench(arguments.runs.resolve(), data, 0, CALIBRATION)
+    bench = Bench(arguments.runs.resolve(), data, 0, arguments.counted)
     tests = test_tokens(data, bench.tokenizer)
     kept = bench.runs / f"results-{arguments.keep:g}.json"
     results: dict[str, Any] = read_json(kept) if kept.is_file() else {}
@@ -147,7 +148,7 @@ def main() -> None:
         if name in results:
             continue
         cell, started = CELLS[name], time.perf_counter()
-        base = start(bench, cell.get("start", "sequential"), arguments.keep)
+        base = start(bench, cell.get("start", "sequential"), arguments.keep, arguments.own)
         if name == "control":
             found = control(bench, base, tests)
         elif name == "none":
