@@ -285,7 +285,8 @@ def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, r
         tokens, held = None, dict[str, Tensor]()
         if ranks.first:
             judged = evaluating.judged_texts(recipe.evaluate, evaluating.task_manager(recipe.evaluate))
-            tokens, held = recovery_tokens(recipe, place, dense, options, judged)
+            counted, _ = counted_tokens(recipe, place, dense, options)
+            tokens, held = recovery_tokens(recipe, place, dense, options, counted, judged)
             if read_json(place.model / "kvprune.json").get("recover"):
                 log.info("recover: model/ was trained by other settings; exporting it anew first")
                 _export(recipe, place, dense, again=True)

@@ -31,12 +31,12 @@ def calibration_tokens(recipe: Recipe, place: RunFolder, dense: Dense, options: 
 
 
 def recovery_tokens(
-    recipe: Recipe, place: RunFolder, dense: Dense, options: Options, judged: Iterable[str]
+    recipe: Recipe, place: RunFolder, dense: Dense, options: Options, counted: Tensor, judged: Iterable[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a recovery trains on `[sequences, sequence_length]`, and held-out tokens by names of texts.
 
-    A few sequences of the training text are held back, and are the first of the held-out texts. Those that share a
-    passage with what is `judged` on are left out.
+    A few sequences of the training text are held back, such that were not `counted` where there are any, and are the
+    first of the held-out texts. Those that share a passage with what is `judged` on are left out.
     """
     section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     length = section.sequence_length
@@ -44,7 +44,8 @@ def recovery_tokens(
     with of_key("recover.text"):
         samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
         tokens = sequences(wanted, tokenizer, samples)
-    tokens, held = tokens[:-HELD_SEQUENCES], {HELD_BACK: tokens[-HELD_SEQUENCES:]}
+    tokens, back = _hold_back(tokens, tokenizer, counted)
+    held = {HELD_BACK: back}
     for source in section.held_out or ():
         with of_key("recover.held_out"):
             rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
@@ -61,6 +62,19 @@ def check_recovery_text(recipe: Recipe, dense: Dense, options: Options) -> None:
     tokenizer = load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     with of_key("recover.text"):
         check_lengths(recovery_section(recipe.recover), tokenizer)
+
+
+def _hold_back(tokens: Tensor, tokenizer: Any, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequences to train on, and the last of those that share no passage with what was counted.
+
+    A refit has fitted what was counted, so that it says little of how a training does on other text. Where too few are
+    new, the last of the others are held back with them.
+    """
+    known = passages(tokenizer.batch_decode(counted))
+    new = [not holds_any(text, known) for text in tokenizer.batch_decode(tokens)]
+    held = torch.zeros(len(tokens), dtype=torch.bool)
+    held[sorted(range(len(tokens)), key=new.__getitem__)[-HELD_SEQUENCES:]] = True
+    return tokens[~held], tokens[held]
 
 
 def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:

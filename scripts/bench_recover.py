@@ -34,7 +34,7 @@ from kvprune.sources.models import load_model
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.students import make_student
 from kvprune.teaching.training import teach
-from kvprune.tokens import recovery_tokens
+from kvprune.tokens import counted_tokens, recovery_tokens
 
 # Name to what differs from the default: half WikiText-2, half own samples, 50k tokens, ffn, from the sequential refit.
 CELLS: dict[str, dict[str, str]] = {
@@ -83,7 +83,8 @@ def values(bench: Bench, cell: dict[str, str]) -> list[str]:
 def drawn(bench: Bench, base: RunFolder, cell: dict[str, str]) -> tuple[Any, torch.Tensor, dict[str, torch.Tensor]]:
     """Recipe, tokens and held-out tokens of a cell. Own samples are drawn once for all cells, in the folder of all."""
     recipe = load_recipe(base.recipe, values(bench, cell))
-    return recipe, *recovery_tokens(recipe, RunFolder(bench.runs), bench.dense, DEFAULT, ())
+    counted, _ = counted_tokens(recipe, base, bench.dense, DEFAULT)
+    return recipe, *recovery_tokens(recipe, RunFolder(bench.runs), bench.dense, DEFAULT, counted, ())
 
 
 def recovered(bench: Bench, base: RunFolder, name: str, cell: dict[str, str]) -> tuple[RunFolder, dict[str, Any]]:

@@ -24,12 +24,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvprune
 from kvprune.artifacts import RunFolder, file_names
 from kvprune.cli import main
+from kvprune.dense import open_dense
 from kvprune.errors import KvpruneError
+from kvprune.options import DEFAULT
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.schema import TextSource
 from kvprune.sources.texts import documents, pack
 from kvprune.staleness import stage_states
 from kvprune.teaching import training
+from kvprune.tokens import recovery_tokens
 from tests.conftest import SHAPES, recipe_data, tiny_config, tiny_model, tiny_tokenizer
 from tests.families import family_config
 
@@ -164,6 +167,23 @@ def test_what_learns_changes_and_all_else_stays_bit_for_bit(
     assert held_out_loss(run) == pytest.approx(best["texts"]["builtin-held-out"]["loss"], rel=tolerance)
     assert states(run)["recover"] == "current"
     assert not run.recovering.exists()
+
+
+def test_what_a_refit_has_seen_is_held_back_only_where_there_is_nothing_else(tmp_path: Path) -> None:
+    run = exported(tmp_path)
+    recipe = load_recipe(run.recipe, ["recover.method=distill", "recover.sequence_length=128"])
+    dense = open_dense(recipe.model)
+
+    def split(counted: Tensor) -> tuple[list[Any], list[Any]]:
+        tokens, held = recovery_tokens(recipe, run, dense, DEFAULT, counted, ())
+        return tokens.tolist(), held["held-back"].tolist()
+
+    tokens, held = split(torch.zeros((0, 128), dtype=torch.int64))
+    assert (len(tokens), len(held)) == (STEPS, HELD)
+    assert split(torch.tensor(held[:3]).reshape(1, -1)) == (tokens[:-3] + held[:3], tokens[-3:] + held[3:])
+    assert split(torch.tensor(held)) == (held, tokens)
+    assert split(torch.tensor(tokens + held)) == split(torch.tensor(tokens)) == (tokens, held)
+    assert split(torch.tensor(tokens[:-1] + held)) == (tokens[:-1] + held[:1], tokens[-1:] + held[1:])
 
 
 def test_the_report_tells_the_losses_and_what_learned(tmp_path: Path) -> None:
