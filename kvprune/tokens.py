@@ -44,8 +44,8 @@ def recovery_tokens(
     with of_key("recover.text"):
         samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
         tokens = sequences(wanted, tokenizer, samples)
-    tokens, back = _hold_back(tokens, tokenizer, counted)
-    held = {HELD_BACK: back}
+    tokens, held_back = _hold_back(tokens, tokenizer, counted)
+    held = {HELD_BACK: held_back}
     for source in section.held_out or ():
         with of_key("recover.held_out"):
             rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
@@ -70,17 +70,21 @@ def _hold_back(tokens: Tensor, tokenizer: Any, counted: Tensor) -> tuple[Tensor,
     A refit has fitted what was counted, so that it says little of how a training does on other text. Where too few are
     new, the last of the others are held back with them.
     """
-    known = passages(tokenizer.batch_decode(counted))
-    new = [not holds_any(text, known) for text in tokenizer.batch_decode(tokens)]
+    new = ~_sharing(tokens, tokenizer, tokenizer.batch_decode(counted))
     held = torch.zeros(len(tokens), dtype=torch.bool)
-    held[sorted(range(len(tokens)), key=new.__getitem__)[-HELD_SEQUENCES:]] = True
+    held[new.int().argsort(stable=True)[-HELD_SEQUENCES:]] = True
     return tokens[~held], tokens[held]
+
+
+def _sharing(tokens: Tensor, tokenizer: Any, texts: Iterable[str]) -> Tensor:
+    """Which sequences share a passage with `texts`, bool `[sequences]`."""
+    known = passages(texts)
+    return torch.tensor([holds_any(text, known) for text in tokenizer.batch_decode(tokens)], dtype=torch.bool)
 
 
 def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:
     """The sequences that share no passage with what is judged on, as many as fill whole steps."""
-    known = passages(judged)
-    clean = torch.tensor([not holds_any(text, known) for text in tokenizer.batch_decode(tokens)])
+    clean = ~_sharing(tokens, tokenizer, judged)
     if bool(clean.all()):
         return tokens
     left = tokens[clean][: int(clean.sum()) // per_step * per_step]
