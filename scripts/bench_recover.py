@@ -14,6 +14,7 @@ import argparse
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ CELLS: dict[str, dict[str, str]] = {
     "learning rate 8e-4": {"learning_rate": "8e-4"},
     "control": {},
 }
+Judge = Callable[[Any], dict[str, list[float]]]
 TEXTS = {"wikitext": "{text}", "self": "self", "half": "[{text}, self]"}
 
 
-def start(bench: Bench, refit: str, keep: float, own: float) -> RunFolder:
-    """The exported run that recoveries start from."""
-    run = bench.calibrated(Method("ours", ["plan.score=taylor"], own=own))
-    place = RunFolder(bench.runs / f"start-{refit}-{keep:g}")
+def start(run: RunFolder, refit: str, keep: float) -> RunFolder:
+    """The exported run that recoveries start from, of a calibrated `run`."""
+    place = RunFolder(run.path.with_name(f"start-{refit}-{keep:g}-{run.path.name}"))
     if not place.path.exists():
         part = place.path.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
@@ -99,7 +100,7 @@ def recovered(bench: Bench, base: RunFolder, name: str, cell: dict[str, str]) ->
     return place, kvprune.recover(place.path, overrides=values(bench, cell))
 
 
-def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
+def control(bench: Bench, base: RunFolder, judge: Judge) -> dict[str, Any]:
     """The dense model, trained on the text itself with the same tokens."""
     recipe, tokens, held = drawn(bench, base, {})
     course = make_course(recipe, bench.dense, DEFAULT, ALONE, tokens, held)
@@ -111,14 +112,17 @@ def control(bench: Bench, base: RunFolder, tests: Any) -> dict[str, Any]:
         "best": curve.best,
         "seconds": curve.seconds,
         "tokens": len(curve.losses) * recipe.recover.batch_tokens,
-        **judged(bench, model, tests),
+        **judge(model),
     }
 
 
-def judged(bench: Bench, model: Any, tests: Any) -> dict[str, list[float]]:
-    """Perplexities of a model: of the texts that settings are chosen by, and of those that judge."""
-    tuning = [intervals.perplexity(losses(model, some)) for some in tuning_texts(bench).values()]
-    return {"tuning": tuning, "perplexity": [perplexity(model, some, windows) for some, windows in tests.values()]}
+def judging(bench: Bench) -> Judge:
+    """Tells perplexities of a model: of the texts that settings are chosen by, and of those that judge."""
+    tuning, tests = tuning_texts(bench).values(), test_tokens(bench.data, bench.tokenizer).values()
+    return lambda model: {
+        "tuning": [intervals.perplexity(losses(model, some)) for some in tuning],
+        "perplexity": [perplexity(model, some, windows) for some, windows in tests],
+    }
 
 
 def row(name: str, cell: dict[str, Any]) -> list[str]:
@@ -133,8 +137,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True, help="folder for runs and results, used again")
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="NAME")
     parser.add_argument("--keep", type=float, default=0.8)
-    parser.add_argument("--counted", type=int, default=131_072, help="tokens; for each number another folder")
-    parser.add_argument("--own", type=float, default=1 / 3, help="share of own samples in them; likewise")
+    parser.add_argument("--counted", type=int, default=131_072, help="tokens")
+    parser.add_argument("--own", type=float, default=1 / 3, help="share of own samples in them")
     parser.add_argument("--table", type=Path, help="write the table here")
     arguments = parser.parse_args()
     if not os.environ.get("KVPRUNE_DATA"):
@@ -142,23 +146,23 @@ def main() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     data = Path(os.environ["KVPRUNE_DATA"]).resolve()
     bench = Bench(arguments.runs.resolve(), data, 0, arguments.counted)
-    tests = test_tokens(data, bench.tokenizer)
-    kept = bench.runs / f"results-{arguments.keep:g}.json"
+    run, judge = bench.calibrated(Method("ours", ["plan.score=taylor"], own=arguments.own)), judging(bench)
+    kept = bench.runs / f"results-{arguments.keep:g}-{run.path.name}.json"
     results: dict[str, Any] = read_json(kept) if kept.is_file() else {}
     for name in arguments.cells:
         if name in results:
             continue
         cell, started = CELLS[name], time.perf_counter()
-        base = start(bench, cell.get("start", "sequential"), arguments.keep, arguments.own)
+        base = start(run, cell.get("start", "sequential"), arguments.keep)
         if name == "control":
-            found = control(bench, base, tests)
+            found = control(bench, base, judge)
         elif name == "none":
-            found = judged(bench, load_model(base.model, dtype="auto", device="cpu")[0], tests)
+            found = judge(load_model(base.model, dtype="auto", device="cpu")[0])
         else:
             place, report = recovered(bench, base, name, cell)
             model, _ = load_model(place.model, dtype="auto", device="cpu")
             found = {key: report[key] for key in ("looks", "best", "seconds", "tokens", "learning")}
-            found |= judged(bench, model, tests)
+            found |= judge(model)
         results[name] = found
         write_json(kept, results)
         print(*row(name, found), f"{time.perf_counter() - started:.0f} s in all", flush=True)
