@@ -21,6 +21,11 @@ OWN_CODE = CODE_FILE.removesuffix("py")
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU takes products in bfloat16 by instructions of its own, and not at a fraction of the speed."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 @dataclass(frozen=True)
 class Dense:
     """What the stages share of a recipe's model. `pieces` says which tensors on disk hold each of its parameters."""
@@ -37,16 +42,24 @@ class Dense:
         """The config of the language model: of a multimodal one, its part."""
         return text_config(self.config)
 
-    def run_dtype(self, dtype: str, device: str) -> str:
-        """The type that the model is run in, for the recipe's `dtype`: auto is the stored one.
+    def asked_dtype(self, dtype: str) -> str:
+        """The type that the recipe's `dtype` names: auto is the stored one."""
+        if dtype != "auto":
+            return dtype
+        stored = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
+        kinds = (STORED[entry.dtype] for entry in self.checkpoint.tensors.values() if entry.dtype in STORED)
+        return stored if stored in STORED.values() else next(kinds, "float32")
 
-        float16 becomes float32 on a CPU, which has few kernels for it; the weights lose nothing by that.
+    def run_dtype(self, dtype: str, device: str) -> str:
+        """The type that the model is run in, for the recipe's `dtype`.
+
+        A CPU has few kernels for float16, and some have none for bfloat16, which auto then avoids: float32 is faster
+        there, and the weights lose nothing by it.
         """
-        if dtype == "auto":
-            stored = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
-            kinds = (STORED[entry.dtype] for entry in self.checkpoint.tensors.values() if entry.dtype in STORED)
-            dtype = stored if stored in STORED.values() else next(kinds, "float32")
-        return "float32" if dtype == "float16" and device == "cpu" else dtype
+        asked = self.asked_dtype(dtype)
+        if device == "cpu" and (asked == "float16" or (dtype == "auto" and asked == "bfloat16" and not has_bfloat16())):
+            return "float32"
+        return asked
 
     def walker(self, setup: Setup, length: int) -> Walker:
         """The model, to be walked layer by layer over sequences of `length`.
@@ -128,10 +141,6 @@ class Dense:
         """Whether all that is cut is stored in the type of the value matrices."""
         cuts = {param.name for ffn in self.layout.ffns for param in ffn.cuts()}
         return len({entry.dtype for name in cuts for entry in self.entries(name)}) == 1
-
-    def stored_as(self, dtype: str) -> bool:
-        """Whether any tensor on disk is of this type."""
-        return any(STORED.get(entry.dtype) == dtype for entry in self.checkpoint.tensors.values())
 
     def check_unchanged(self) -> None:
         """Raise KvpruneError where the model's files are others than when it was opened."""

@@ -59,8 +59,8 @@ def prepare(
     cache = Path(options.hidden_cache) if options.hidden_cache is not None else None
     setup = Setup(device, getattr(torch, dtype), options.batch_size, ranks, cache)
     walker = None if stage == "plan" else _walker(recipe, dense, setup, stage, tell)  # losses are at a model's end
-    if tell and dtype != recipe.dtype and recipe.dtype in ("auto", "float16") and dense.stored_as("float16"):
-        log.info("float16 on a CPU: computed in float32, layer by layer; weights lose nothing by that")
+    if tell and dtype != (asked := dense.asked_dtype(recipe.dtype)):
+        log.info("%s on this CPU: computed in %s, which is faster; weights lose nothing by that", asked, dtype)
     if tell and self_share(recipe.calibrate):
         check_weights(dense, setup, "to sample a text (self)")
     whole = walker is None

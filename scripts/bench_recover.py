@@ -116,6 +116,11 @@ def control(bench: Bench, base: RunFolder, judge: Judge) -> dict[str, Any]:
     }
 
 
+def stored(bench: Bench, run: RunFolder) -> Any:
+    """The slim model of a run, in the type that the dense one is run in."""
+    return load_model(run.model, dtype=bench.dense.run_dtype("auto", "cpu"), device="cpu")[0]
+
+
 def judging(bench: Bench) -> Judge:
     """Tells perplexities of a model: of the texts that settings are chosen by, and of those that judge."""
     tuning, tests = tuning_texts(bench).values(), test_tokens(bench.data, bench.tokenizer).values()
@@ -157,12 +162,11 @@ def main() -> None:
         if name == "control":
             found = control(bench, base, judge)
         elif name == "none":
-            found = judge(load_model(base.model, dtype="auto", device="cpu")[0])
+            found = judge(stored(bench, base))
         else:
             place, report = recovered(bench, base, name, cell)
-            model, _ = load_model(place.model, dtype="auto", device="cpu")
             found = {key: report[key] for key in ("looks", "best", "seconds", "tokens", "learning")}
-            found |= judge(model)
+            found |= judge(stored(bench, place))
         results[name] = found
         write_json(kept, results)
         print(*row(name, found), f"{time.perf_counter() - started:.0f} s in all", flush=True)

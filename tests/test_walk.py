@@ -50,8 +50,10 @@ def counted(
 ) -> bytes:
     """The statistics of a checkpoint as they are written, by a walk or by forwards of the whole model."""
     data = {"tokens": SEQUENCES * LENGTH, "sequence_length": LENGTH, "skip_first": 2, "collect": collect}
-    recipe, dense = make_recipe({"model": str(folder), "dtype": dtype, "calibrate": data}), open_dense(str(folder))
-    setup = Setup("cpu", getattr(torch, dense.run_dtype(dtype, "cpu")), batch_size)
+    dense = open_dense(str(folder))
+    dtype = dense.asked_dtype(dtype)  # bfloat16 also where a CPU does better without
+    recipe = make_recipe({"model": str(folder), "dtype": dtype, "calibrate": data})
+    setup = Setup("cpu", getattr(torch, dtype), batch_size)
     walker = dense.walker(setup, LENGTH) if walk else None
     calibrating.calibrate(recipe, dense, walker, tokens(), RunFolder(run), setup)
     return RunFolder(run).stats.read_bytes()
@@ -116,7 +118,7 @@ def test_a_window_shorter_than_the_sequence_is_walked(shape: str, dtype: torch.d
 @contextmanager
 def walked(dense: Dense, folder: Path, *, in_memory: bool) -> Iterator[Tensor]:
     """The hidden states of all sequences after the last layer."""
-    dtype = getattr(torch, dense.run_dtype("auto", "cpu"))
+    dtype = getattr(torch, dense.asked_dtype("auto"))
     setup = Setup("cpu", dtype, BATCH, in_memory=in_memory)
     walker, batches = dense.walker(setup, LENGTH), setup.share(tokens())
     shelf = Shelf(folder, folder, ALONE)
@@ -135,7 +137,7 @@ def walked(dense: Dense, folder: Path, *, in_memory: bool) -> Iterator[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_last_hidden_states_are_the_models(shape: str, dtype: torch.dtype, in_memory: bool, tmp_path: Path) -> None:
     dense = open_dense(str(save_model(tmp_path / "dense", shape, dtype)))
-    base = dense.load("auto", "cpu").base_model
+    base = dense.load(dense.asked_dtype("auto"), "cpu").base_model
     norm: nn.Module = base.ln_f if shape.startswith("gpt2") else base.norm
     seen: list[Tensor] = []
     norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -185,10 +187,20 @@ def test_float16_on_a_cpu_is_computed_in_float32_and_that_is_told(
         caplog.clear()
         with caplog.at_level(logging.INFO, "kvprune"):
             kvprune.calibrate(recipe_of(tmp_path / name, text), tmp_path / f"run-{name}")
-        assert ("float16 on a CPU: computed in float32" in caplog.text) == (name == "half")
+        assert ("float16 on this CPU: computed in float32" in caplog.text) == (name == "half")
     found, expected = (load_file(tmp_path / f"run-{name}/stats.safetensors") for name in ("half", "single"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert read_stats(tmp_path / "run-half/stats.safetensors")[1]["run"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_a_cpu_without_bfloat16_runs_it_only_where_it_is_named(
+    has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvprune.dense.has_bfloat16", lambda: has)
+    dense = open_dense(str(save_model(tmp_path / "dense", dtype=torch.bfloat16)))
+    assert dense.run_dtype("auto", "cpu") == ("bfloat16" if has else "float32")
+    assert dense.run_dtype("bfloat16", "cpu") == dense.run_dtype("auto", "cuda") == "bfloat16"
 
 
 class OddConfig(LlamaConfig):  # type: ignore[misc]
