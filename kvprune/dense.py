@@ -23,7 +23,8 @@ STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 def has_bfloat16() -> bool:
     """Whether this CPU takes products in bfloat16 by instructions of its own, and not at a fraction of the speed."""
-    return bool(torch.backends.mkldnn.is_available()) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    asking = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # not there where torch has no oneDNN
+    return asking is not None and bool(asking())
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def recovery_tokens(
     length = section.sequence_length
     wanted = recovery_section(section)
     with of_key("recover.text"):
-        samples = _samples(wanted, place.recover_samples, recipe, dense, tokenizer, options)
+        samples = _samples(wanted, (place.recover_samples, place.samples), recipe, dense, tokenizer, options)
         tokens = sequences(wanted, tokenizer, samples)
     tokens, held_back = _hold_back(tokens, tokenizer, counted)
     held = {HELD_BACK: held_back}
@@ -109,18 +109,20 @@ def recovery_section(section: Recover) -> Calibrate:
 
 def own_samples(recipe: Recipe, place: RunFolder, dense: Dense, tokenizer: Any, options: Options) -> Tensor | None:
     """The model's own samples `[count, sequence_length]` where the recipe asks for any: kept ones, or drawn now."""
-    return _samples(recipe.calibrate, place.samples, recipe, dense, tokenizer, options)
+    return _samples(recipe.calibrate, (place.samples,), recipe, dense, tokenizer, options)
 
 
 def _samples(
-    section: Calibrate, file: Path, recipe: Recipe, dense: Dense, tokenizer: Any, options: Options
+    section: Calibrate, files: tuple[Path, ...], recipe: Recipe, dense: Dense, tokenizer: Any, options: Options
 ) -> Tensor | None:
+    """Those kept in one of the files, and the missing ones, drawn into the first."""
     if not (count := self_share(section)):
         return None
     device = options.own_device()
     return self_samples(
         lambda: load_dense(dense, recipe, options),
         tokenizer,
+        *files,
         vocabulary=dense.text_config.vocab_size,
         count=count,
         length=section.sequence_length,
@@ -130,7 +132,6 @@ def _samples(
             "dtype": dense.run_dtype(recipe.dtype, device),
             "device": device.partition(":")[0],
         },
-        file=file,
     )
 
 

@@ -129,7 +129,17 @@ def test_own_samples_are_kept_and_drawn_once(tmp_path: Path, monkeypatch: pytest
     more = json.loads(run.recover_samples.read_text())["tokens"]
     assert more[: len(rows)] == rows
     assert sum(drawn) == len(more) - len(rows) > 0
-    assert not run.samples.exists()  # those of a calibration are others
+    assert not run.samples.exists()  # those of a calibration are kept apart
+
+
+def test_samples_of_the_calibration_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = exported(tmp_path)
+    recover(run, text="self")
+    losses = json.loads(run.recovered.read_text())["losses"]
+    run.recover_samples.rename(run.samples)
+    monkeypatch.setattr(samples, "sample", None)  # cannot be called
+    assert recover(run, text="self", learning_rate=1e-3)["losses"][0] == losses[0]
+    assert not run.recover_samples.exists()
 
 
 def test_a_run_refuses_a_text_too_short_to_recover_on_before_it_counts(tmp_path: Path) -> None:

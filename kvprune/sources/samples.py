@@ -43,7 +43,7 @@ def self_samples(
     load: Callable[[], Any],
     tokenizer: Any,
     file: Path,
-    *,
+    *others: Path,
     vocabulary: int,
     count: int,
     length: int,
@@ -54,13 +54,15 @@ def self_samples(
 
     `load` gives the model, and is called where samples are missing. They are drawn in whole batches, each with a seed
     of its own, and kept in `file` batch by batch: the first ones of the same model (`about`), seed and length are the
-    same whatever their number, and what is there is used again.
+    same whatever their number, and what is there, or in one of the `others`, is used again.
     """
     key = {**about, "length": length, "seed": seed, "batch": BATCH}
-    rows: list[list[int]] = []
-    if file.is_file() and (found := read_json(file)).get("key") == key:
-        rows = found["tokens"]
-        log.info("self: %d of %d samples are in %s", min(len(rows), count), count, file.name)
+    found = {each: read_json(each) for each in (file, *others) if each.is_file()}
+    kept = {each.name: content["tokens"] for each, content in found.items() if content.get("key") == key}
+    name = max(kept, key=lambda name: len(kept[name]), default="")
+    rows: list[list[int]] = kept.get(name, [])
+    if rows:
+        log.info("self: %d of %d samples are in %s", min(len(rows), count), count, name)
     wanted = -(-count // BATCH) * BATCH
     firsts = torch.split(_first_tokens(tokenizer, vocabulary, wanted, seed)[len(rows) :], BATCH)
     left = max(wanted - len(rows), 0) * length
