@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, default=0.8)
     parser.add_argument("--counted", type=int, default=131_072, help="tokens")
     parser.add_argument("--own", type=float, default=1 / 3, help="share of own samples in them")
-    parser.add_argument("--table", type=Path, help="write the table here")
+    parser.add_argument("--table", type=Path, help="write the table here, and its data beside it as .json")
     arguments = parser.parse_args()
     if not os.environ.get("KVPRUNE_DATA"):
         raise SystemExit("KVPRUNE_DATA is not set: it names the folder with WikiText-2 and LAMBADA")
@@ -175,6 +175,7 @@ def main() -> None:
     print(text)
     if arguments.table:
         write_text(arguments.table, text + "\n")
+        write_json(arguments.table.with_suffix(".json"), results)
 
 
 if __name__ == "__main__":
