@@ -139,6 +139,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("KVPRUNE_CACHE", str(base if real else tmp_path_factory.mktemp("cache")))
 
 
+@pytest.fixture(autouse=True)
+def any_cpu(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    """Tiny models run in the type that they are stored in; the real one as is fastest on the machine."""
+    if request.node.get_closest_marker("real") is None:
+        monkeypatch.setattr("kvprune.dense.has_bfloat16", lambda: True)
+
+
 @pytest.fixture
 def cannot_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model is one that cannot be run layer by layer."""

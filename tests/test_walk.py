@@ -50,10 +50,8 @@ def counted(
 ) -> bytes:
     """The statistics of a checkpoint as they are written, by a walk or by forwards of the whole model."""
     data = {"tokens": SEQUENCES * LENGTH, "sequence_length": LENGTH, "skip_first": 2, "collect": collect}
-    dense = open_dense(str(folder))
-    dtype = dense.asked_dtype(dtype)  # bfloat16 also where a CPU does better without
-    recipe = make_recipe({"model": str(folder), "dtype": dtype, "calibrate": data})
-    setup = Setup("cpu", getattr(torch, dtype), batch_size)
+    recipe, dense = make_recipe({"model": str(folder), "dtype": dtype, "calibrate": data}), open_dense(str(folder))
+    setup = Setup("cpu", getattr(torch, dense.run_dtype(dtype, "cpu")), batch_size)
     walker = dense.walker(setup, LENGTH) if walk else None
     calibrating.calibrate(recipe, dense, walker, tokens(), RunFolder(run), setup)
     return RunFolder(run).stats.read_bytes()
@@ -118,7 +116,7 @@ def test_a_window_shorter_than_the_sequence_is_walked(shape: str, dtype: torch.d
 @contextmanager
 def walked(dense: Dense, folder: Path, *, in_memory: bool) -> Iterator[Tensor]:
     """The hidden states of all sequences after the last layer."""
-    dtype = getattr(torch, dense.asked_dtype("auto"))
+    dtype = getattr(torch, dense.run_dtype("auto", "cpu"))
     setup = Setup("cpu", dtype, BATCH, in_memory=in_memory)
     walker, batches = dense.walker(setup, LENGTH), setup.share(tokens())
     shelf = Shelf(folder, folder, ALONE)
@@ -137,7 +135,7 @@ def walked(dense: Dense, folder: Path, *, in_memory: bool) -> Iterator[Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_last_hidden_states_are_the_models(shape: str, dtype: torch.dtype, in_memory: bool, tmp_path: Path) -> None:
     dense = open_dense(str(save_model(tmp_path / "dense", shape, dtype)))
-    base = dense.load(dense.asked_dtype("auto"), "cpu").base_model
+    base = dense.load("auto", "cpu").base_model
     norm: nn.Module = base.ln_f if shape.startswith("gpt2") else base.norm
     seen: list[Tensor] = []
     norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
