@@ -35,16 +35,18 @@ def recovery_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a recovery trains on `[sequences, sequence_length]`, and held-out tokens by names of texts.
 
-    A few sequences of the training text are held back, such that were not `counted` where there are any, and are the
-    first of the held-out texts. Those that share a passage with what is `judged` on are left out.
+    Of a text, what was not `counted` comes first: a refit has fitted the rest, from which less is learned. A few
+    sequences are held back, such that were not counted where there are any, and are the first of the held-out texts.
+    Those that share a passage with what is `judged` on are left out.
     """
     section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     length = section.sequence_length
     wanted = recovery_section(section)
+    known = passages(tokenizer.batch_decode(counted))
     with of_key("recover.text"):
         samples = _samples(wanted, (place.recover_samples, place.samples), recipe, dense, tokenizer, options)
-        tokens = sequences(wanted, tokenizer, samples)
-    tokens, held_back = _hold_back(tokens, tokenizer, counted)
+        tokens = sequences(wanted, tokenizer, samples, lambda row: holds_any(tokenizer.decode(row), known))
+    tokens, held_back = _hold_back(tokens, tokenizer, known)
     held = {HELD_BACK: held_back}
     for source in section.held_out or ():
         with of_key("recover.held_out"):
@@ -64,27 +66,26 @@ def check_recovery_text(recipe: Recipe, dense: Dense, options: Options) -> None:
         check_lengths(recovery_section(recipe.recover), tokenizer)
 
 
-def _hold_back(tokens: Tensor, tokenizer: Any, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequences to train on, and the last of those that share no passage with what was counted.
+def _hold_back(tokens: Tensor, tokenizer: Any, known: set[int]) -> tuple[Tensor, Tensor]:
+    """The sequences to train on, and the last of those that share no passage with what was counted, `known`.
 
     A refit has fitted what was counted, so that it says little of how a training does on other text. Where too few are
     new, the last of the others are held back with them.
     """
-    new = ~_sharing(tokens, tokenizer, tokenizer.batch_decode(counted))
+    new = ~_sharing(tokens, tokenizer, known)
     held = torch.zeros(len(tokens), dtype=torch.bool)
     held[new.int().argsort(stable=True)[-HELD_SEQUENCES:]] = True
     return tokens[~held], tokens[held]
 
 
-def _sharing(tokens: Tensor, tokenizer: Any, texts: Iterable[str]) -> Tensor:
-    """Which sequences share a passage with `texts`, bool `[sequences]`."""
-    known = passages(texts)
+def _sharing(tokens: Tensor, tokenizer: Any, known: set[int]) -> Tensor:
+    """Which sequences hold passages that are `known`, bool `[sequences]`."""
     return torch.tensor([holds_any(text, known) for text in tokenizer.batch_decode(tokens)], dtype=torch.bool)
 
 
 def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:
     """The sequences that share no passage with what is judged on, as many as fill whole steps."""
-    clean = ~_sharing(tokens, tokenizer, judged)
+    clean = ~_sharing(tokens, tokenizer, passages(judged))
     if bool(clean.all()):
         return tokens
     left = tokens[clean][: int(clean.sum()) // per_step * per_step]

@@ -53,10 +53,16 @@ CELLS: dict[str, dict[str, str]] = {
     "learning rate 1e-4": {"learning_rate": "1e-4"},
     "learning rate 4e-4": {"learning_rate": "4e-4"},
     "learning rate 8e-4": {"learning_rate": "8e-4"},
+    "200k tokens, 4e-4": {"tokens": "200k", "learning_rate": "4e-4", "text": "thirds"},
     "control": {},
 }
 Judge = Callable[[Any], dict[str, list[float]]]
-TEXTS = {"wikitext": "{text}", "self": "self", "half": "[{text}, self]"}
+TEXTS = {
+    "wikitext": "{text}",
+    "self": "self",
+    "half": "[{text}, self]",
+    "thirds": "[{{source: {text}, weight: 2}}, self]",
+}
 
 
 def start(run: RunFolder, refit: str, keep: float) -> RunFolder:

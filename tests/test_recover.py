@@ -170,8 +170,10 @@ def test_what_learns_changes_and_all_else_stays_bit_for_bit(
 
 
 def test_what_a_refit_has_seen_is_held_back_only_where_there_is_nothing_else(tmp_path: Path) -> None:
-    run = exported(tmp_path)
-    recipe = load_recipe(run.recipe, ["recover.method=distill", "recover.sequence_length=128"])
+    run, text = exported(tmp_path), tmp_path / "short.txt"
+    text.write_text(prose(3000)[: 127 * (STEPS + HELD)], encoding="utf-8")  # and a BOS for each
+    settings = ["recover.method=distill", "recover.sequence_length=128", f"recover.text={text}"]
+    recipe = load_recipe(run.recipe, settings)
     dense = open_dense(recipe.model)
 
     def split(counted: Tensor) -> tuple[list[Any], list[Any]]:
@@ -184,6 +186,26 @@ def test_what_a_refit_has_seen_is_held_back_only_where_there_is_nothing_else(tmp
     assert split(torch.tensor(held)) == (held, tokens)
     assert split(torch.tensor(tokens + held)) == split(torch.tensor(tokens)) == (tokens, held)
     assert split(torch.tensor(tokens[:-1] + held)) == (tokens[:-1] + held[:1], tokens[-1:] + held[1:])
+
+
+def test_what_a_refit_has_seen_is_trained_on_only_where_there_is_nothing_else(tmp_path: Path) -> None:
+    run = exported(tmp_path)
+    recipe = load_recipe(run.recipe, ["recover.method=distill", "recover.sequence_length=128"])
+    dense = open_dense(recipe.model)
+    (source,) = recipe.calibrate.text
+    rows = pack(documents(source, recipe.recover.seed), tiny_tokenizer(), 128, 1000)
+    assert len(rows) > 4 * (STEPS + HELD)
+
+    def taken(counted: list[list[int]]) -> list[list[int]]:
+        tokens, held = recovery_tokens(recipe, run, dense, DEFAULT, torch.tensor(counted), ())
+        return [*tokens.tolist(), *held["held-back"].tolist()]
+
+    first = taken(rows[:1])
+    assert rows[0] not in first
+    second = taken(rows[:1] + first)
+    assert len(second) == len(first)
+    assert not any(row in second for row in first)
+    assert {tuple(row) for row in rows[:3]} <= {tuple(row) for row in taken(rows[3:])}
 
 
 def test_the_report_tells_the_losses_and_what_learned(tmp_path: Path) -> None:

@@ -39,10 +39,16 @@ BUILTINS = ("builtin", TASK_TEXT, HELD_TEXT, "self")
 BUILTIN_TEXT = Path(__file__).parents[1] / "data" / "self_samples.jsonl"
 
 
-def sequences(section: Calibrate, tokenizer: Any, samples: "Tensor | None" = None) -> "Tensor":
+def sequences(
+    section: Calibrate,
+    tokenizer: Any,
+    samples: "Tensor | None" = None,
+    known: Callable[[list[int]], bool] = lambda _: False,
+) -> "Tensor":
     """The calibration tokens, int64 `[sequences, sequence_length]`, of all sources by their weights.
 
-    `samples` are the model's own, where a source is `self`. Raises KvpruneError where a text has too few tokens.
+    `samples` are the model's own, where a source is `self`; of a text, sequences that are `known` are taken only where
+    the others do not suffice. Raises KvpruneError where a text has too few tokens.
     """
     import torch
 
@@ -51,14 +57,20 @@ def sequences(section: Calibrate, tokenizer: Any, samples: "Tensor | None" = Non
     def packed(source: TextSource, most: int) -> list[list[int]]:
         return pack(documents(source, seed), tokenizer, length, most)
 
-    rows = draw(section, [] if samples is None else samples.tolist(), packed)
+    rows = draw(section, [] if samples is None else samples.tolist(), packed, known)
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def draw(section: Calibrate, own: list[list[T]], packed: Callable[[TextSource, int], list[list[T]]]) -> list[list[T]]:
+def draw(
+    section: Calibrate,
+    own: list[list[T]],
+    packed: Callable[[TextSource, int], list[list[T]]],
+    known: Callable[[list[T]], bool] = lambda _: False,
+) -> list[list[T]]:
     """Sequences of all sources by their weights, in the order of the section's seed.
 
-    `own` are the model's samples, as many as `self_share` says; `packed(source, most)` gives the first of a text.
+    `own` are the model's samples, as many as `self_share` says; `packed(source, most)` gives the first of a text, of
+    which those that are `known` come last.
     """
     length = section.sequence_length
     rows: list[list[T]] = []
@@ -70,10 +82,20 @@ def draw(section: Calibrate, own: list[list[T]], packed: Callable[[TextSource, i
         found = packed(source, wanted * POOL)
         _check_enough(source, len(found), wanted, length)
         random.Random(section.seed).shuffle(found)
-        rows += found[:wanted]
+        rows += _unknown_first(found, wanted, known)
     if len(section.text) > 1:
         random.Random(section.seed).shuffle(rows)
     return rows
+
+
+def _unknown_first(rows: list[T], wanted: int, known: Callable[[T], bool]) -> list[T]:
+    """The first `wanted` of the rows that are not `known`, and of the others where those are too few."""
+    new, others = list[T](), list[T]()
+    for row in rows:
+        if len(new) == wanted:
+            break
+        (others if known(row) else new).append(row)
+    return (new + others)[:wanted]
 
 
 def check_lengths(section: Calibrate, tokenizer: Any) -> None:
