@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,12 +91,8 @@ def draw(
 
 def _unknown_first(rows: list[T], wanted: int, known: Callable[[T], bool]) -> list[T]:
     """The first `wanted` of the rows that are not `known`, and of the others where those are too few."""
-    new, others = list[T](), list[T]()
-    for row in rows:
-        if len(new) == wanted:
-            break
-        (others if known(row) else new).append(row)
-    return (new + others)[:wanted]
+    new = list(islice(filterfalse(known, rows), wanted))
+    return new + list(islice(filter(known, rows), wanted - len(new)))
 
 
 def check_lengths(section: Calibrate, tokenizer: Any) -> None:
