@@ -92,6 +92,17 @@ def test_divergence_is_its_formula(dtype: torch.dtype, rows: int, monkeypatch: p
     assert float(divergence(teacher, teacher)) == 0
 
 
+def test_divergence_is_the_same_of_logits_that_lie_in_another_order() -> None:
+    found = []
+    for student in (logits(0), logits(0).transpose(0, 1).contiguous().transpose(0, 1)):
+        student.requires_grad_()
+        divergence(student, logits(1)).backward()  # type: ignore[no-untyped-call]
+        found.append(student.grad)
+    assert not student.is_contiguous()
+    assert found[0] is not None and found[1] is not None
+    assert torch.equal(found[0], found[1])
+
+
 def test_text_loss_is_what_the_model_says_it_is() -> None:
     tokens, model = random_tokens(3), tiny_model(tiny_config("llama"))
     with torch.no_grad():

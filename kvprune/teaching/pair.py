@@ -66,7 +66,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor) -> Tensor:
-        slope = torch.empty_like(student) if ctx.needs_input_grad[0] else None
+        slope = student.new_empty(student.shape) if ctx.needs_input_grad[0] else None
         total = student.new_zeros((), dtype=torch.float64)
         parts = (torch.split(logits.flatten(0, 1), ROWS) for logits in (student, teacher))
         for at, (mine, theirs) in enumerate(zip(*parts, strict=True)):
