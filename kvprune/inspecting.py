@@ -31,7 +31,8 @@ from kvprune.recipe import load_recipe, make_recipe
 from kvprune.schema import Calibrate, PlanSection, Recipe, Score, TextSource
 from kvprune.sources.models import load_model, load_tokenizer
 from kvprune.sources.origins import origins
-from kvprune.sources.texts import TASK_TEXT, documents, pack, sequences
+from kvprune.sources.packing import pack
+from kvprune.sources.texts import TASK_TEXT, documents, sequences
 from kvprune.staleness import stage_states
 from kvprune.tokens import check_tokens, counted_tokens
 

@@ -15,8 +15,9 @@ from kvprune.progress import log
 from kvprune.schema import Calibrate, Recipe, Recover
 from kvprune.sources.models import load_tokenizer
 from kvprune.sources.overlap import PASSAGE, holds_any, passages
+from kvprune.sources.packing import pack
 from kvprune.sources.samples import self_samples
-from kvprune.sources.texts import check_lengths, documents, of_key, pack, self_share, sequences, token_digest
+from kvprune.sources.texts import check_lengths, documents, of_key, self_share, sequences, token_digest
 
 HELD_SEQUENCES = 8  # of each text that a recovery looks at
 HELD_BACK = "held-back"  # what those of the training text are called

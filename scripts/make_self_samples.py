@@ -12,8 +12,9 @@ import torch
 
 from kvprune.artifacts import write_text
 from kvprune.sources.models import BUILTIN, load_model, load_tokenizer, open_model
+from kvprune.sources.packing import pack
 from kvprune.sources.samples import sample
-from kvprune.sources.texts import BUILTIN_TEXT, pack
+from kvprune.sources.texts import BUILTIN_TEXT
 
 SEQUENCE = 512
 BATCH = 44

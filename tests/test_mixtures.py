@@ -17,8 +17,9 @@ from kvprune.recipe import make_recipe
 from kvprune.results.show import render
 from kvprune.schema import Calibrate, TextSource
 from kvprune.sources import samples
+from kvprune.sources.packing import pack
 from kvprune.sources.samples import BATCH, sample, self_samples
-from kvprune.sources.texts import documents, pack, self_share, sequences, shares
+from kvprune.sources.texts import documents, self_share, sequences, shares
 from tests.conftest import VOCABULARY, recipe_data, save_model, tiny_config, tiny_model, tiny_tokenizer, words
 
 BOS, EOS = 256, 257

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from kvprune.errors import KvpruneError
 from kvprune.recipe import make_recipe
 from kvprune.schema import Calibrate
-from kvprune.sources import texts
+from kvprune.sources import packing, texts
 from kvprune.sources.origins import Origins, origins
 from kvprune.sources.texts import self_share, sequences
 from tests.conftest import tiny_tokenizer, words
@@ -136,7 +136,7 @@ def test_a_mixture_is_traced_to_all_its_sources(seed: int, tokenizer: Any, tmp_p
 def test_places_go_on_where_a_long_document_is_cut_into_pieces(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(texts, "PIECE", 50)
+    monkeypatch.setattr(packing, "PIECE", 50)
     found = traced(calibrate(tmp_path, write_sources(tmp_path)["txt"]), tokenizer)
     assert int(found.offset.max()) > 500
 

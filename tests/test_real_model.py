@@ -21,7 +21,8 @@ from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.schema import Calibrate
 from kvprune.sources.models import BUILTIN, load_tokenizer, open_model
-from kvprune.sources.texts import documents, pack, sequences
+from kvprune.sources.packing import pack
+from kvprune.sources.texts import documents, sequences
 from kvprune.stages.export import mask_slots
 
 pytestmark = [

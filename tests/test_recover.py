@@ -29,7 +29,8 @@ from kvprune.errors import KvpruneError
 from kvprune.options import DEFAULT
 from kvprune.recipe import load_recipe, make_recipe
 from kvprune.schema import TextSource
-from kvprune.sources.texts import documents, pack
+from kvprune.sources.packing import pack
+from kvprune.sources.texts import documents
 from kvprune.staleness import stage_states
 from kvprune.teaching import training
 from kvprune.tokens import recovery_tokens

@@ -12,13 +12,13 @@ from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
 from kvprune.recipe import make_recipe
 from kvprune.schema import Calibrate, TextSource
-from kvprune.sources import texts
+from kvprune.sources import packing
+from kvprune.sources.packing import pack
 from kvprune.sources.texts import (
     BUILTIN_TEXT,
     POOL,
     check_text,
     documents,
-    pack,
     sequences,
     text_fingerprint,
     token_digest,
@@ -115,8 +115,8 @@ def test_a_long_document_is_tokenised_in_pieces_without_a_change(monkeypatch: py
     tokenizer = tiny_tokenizer()
     long = "".join(f"{'word ' * (at % 9)}é{at}\n" for at in range(60)) + "y" * 150
     whole = pack([long], tokenizer, 8, 10_000)
-    monkeypatch.setattr(texts, "PIECE", 40)
-    pieces = list(texts._pieces(long))
+    monkeypatch.setattr(packing, "PIECE", 40)
+    pieces = list(packing._pieces(long))
     assert "".join(pieces) == long
     assert len(pieces) > 10
     assert all(len(piece) <= 40 for piece in pieces)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvprune.errors import KvpruneError
 from kvprune.schema import Calibrate, TextSource
-from kvprune.sources.texts import Document, added_bos, closing, cut, draw, encoded, joined, named_documents
+from kvprune.sources.packing import Document, added_bos, closing, cut, encoded, joined
+from kvprune.sources.texts import draw, named_documents
 
 WINDOW = 8  # own tokens that are decoded at once to see what one of them adds: more than a character is ever cut into
 

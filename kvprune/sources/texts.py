@@ -1,9 +1,8 @@
-"""Where calibration tokens come from: documents of a text, joined by EOS and packed into full sequences.
+"""Where calibration tokens come from: local files, data sets of the Hub, what ships with the package.
 
 A `.txt` file is one document; of a folder, every `.txt` file below it is one. A row of a `.jsonl` or `.parquet` file or
 of a `datasets` data set is one: a text, or the messages of a chat, which the tokenizer's chat template renders.
-Documents come in a seeded order and are cut, end to end, into sequences that each
-start with BOS where the tokenizer adds one. Sequences are drawn, in a seeded order, from the first POOL times as many.
+Documents come in a seeded order. Sequences are drawn, in a seeded order, from the first POOL times as many.
 """
 
 import hashlib
@@ -19,20 +18,17 @@ from itertools import filterfalse, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jinja2 import TemplateError
-
 from kvprune.artifacts import digest
 from kvprune.errors import KvpruneError
 from kvprune.schema import Calibrate, TextSource
 from kvprune.sources.models import one_line
+from kvprune.sources.packing import Document, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 POOL = 8
 SHUFFLE_ROWS = 10_000  # of a streamed data set: rows held at once to draw from
-PIECE = 2**20  # characters tokenised at once, so that a huge document is not tokenised whole
-Document = str | list[dict[str, str]]  # a text, or the messages of a chat
 T = TypeVar("T")  # a token: its id, or the id with more of it
 TASK_TEXT = "builtin-task"  # what the builtin task judges on: not for calibration, if the judgement is to mean much
 HELD_TEXT = "builtin-held-out"  # more of the same, which no task judges on
@@ -158,92 +154,6 @@ def _fingerprint(source: TextSource) -> Any:
     base = path if path.is_dir() else path.parent
     found = [file for file in files if file.is_file()]
     return {str(file.relative_to(base)): [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in found}
-
-
-def pack(texts: Iterable[Document], tokenizer: Any, length: int, most: int) -> list[list[int]]:
-    """Token ids of `texts` joined by EOS, cut into at most `most` full sequences of `length`, BOS first where used.
-
-    The rest that fills no sequence is dropped.
-    """
-    ids = ((encoding["input_ids"] for _, encoding in encoded(text, tokenizer)) for text in texts)
-    stream = joined(ids, lambda last: closing(last, tokenizer))
-    bos = added_bos(tokenizer)
-    return cut(stream, length, most, lambda first: [] if [first] == bos else bos)  # a chat template may have put it
-
-
-def cut(pieces: Iterable[list[T]], length: int, most: int, head: Callable[[T], list[T]]) -> list[list[T]]:
-    """A stream of tokens in `pieces`, cut into at most `most` full sequences of `length`.
-
-    `head` says what a sequence has before its first token of the stream. No more pieces are taken than it needs.
-    """
-    stream: list[T] = []
-    packed: list[list[T]] = []
-    for piece in pieces:
-        stream += piece
-        start = 0
-        while len(packed) < most and start < len(stream):
-            before = head(stream[start])
-            end = start + length - len(before)
-            if end > len(stream):
-                break
-            packed.append(before + stream[start:end])
-            start = end
-        stream = stream[start:]
-        if len(packed) == most:
-            break
-    return packed
-
-
-def joined(documents: Iterable[Iterable[list[T]]], closed: Callable[[list[T]], list[T]]) -> Iterator[list[T]]:
-    """The pieces of all documents, with what `closed` makes of the last two tokens of one before the next."""
-    between: list[T] = []
-    for pieces in documents:
-        last: list[T] = []
-        for piece in pieces:
-            yield between + piece
-            between, last = [], piece[-2:]
-        between = closed(last) if last else between
-
-
-def closing(last: list[int], tokenizer: Any) -> list[int]:
-    """What follows a document that ends with the ids `last`: [EOS], unless there is none, or a chat template put it."""
-    eos = tokenizer.eos_token_id
-    return [] if eos is None or eos in last else [eos]
-
-
-def encoded(text: Document, tokenizer: Any, **asked: Any) -> Iterator[tuple[int, Any]]:
-    """What the tokenizer makes of a document, in pieces: at which character a piece starts, and its encoding.
-
-    Of a chat, what the tokenizer's chat template renders is one piece. `asked` goes to the tokenizer.
-    """
-    if not isinstance(text, str):
-        more = {"tokenizer_kwargs": asked} if asked else {}  # which not every tokenizer knows
-        try:
-            yield 0, tokenizer.apply_chat_template(text, tokenize=True, return_dict=True, **more)
-        except (ValueError, TypeError, KeyError, TemplateError) as error:
-            raise KvpruneError(f"calibrate.text: the tokenizer cannot render a chat: {one_line(error)}") from None
-    elif text.strip():  # an empty row of a data set is no document
-        start = 0
-        for piece in _pieces(text):
-            yield start, tokenizer(piece, add_special_tokens=False, verbose=False, **asked)
-            start += len(piece)
-
-
-def added_bos(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text by itself: [BOS], or nothing."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos] else []
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A long text cut at line ends, where a cut moves a token boundary least."""
-    start = 0
-    while start < len(text):
-        end = start + PIECE
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        yield text[start:end]
-        start = max(end, start + 1)
 
 
 def check_text(source: TextSource, key: str = "calibrate.text") -> None:
