@@ -54,6 +54,7 @@ CELLS: dict[str, dict[str, str]] = {
     "learning rate 4e-4": {"learning_rate": "4e-4"},
     "learning rate 8e-4": {"learning_rate": "8e-4"},
     "200k tokens, 4e-4": {"tokens": "200k", "learning_rate": "4e-4", "text": "thirds"},
+    "200k tokens, 8e-4": {"tokens": "200k", "learning_rate": "8e-4", "text": "thirds"},
     "control": {},
 }
 Judge = Callable[[Any], dict[str, list[float]]]

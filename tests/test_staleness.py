@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,10 @@ from kvprune.errors import KvpruneError, StaleError
 from kvprune.ffn.checkpoint import open_checkpoint
 from kvprune.ffn.forwards import count_batch
 from kvprune.recipe import load_recipe, make_recipe
+from kvprune.schema import Evaluate
+from kvprune.sources import tasks as sources
 from kvprune.sources.models import fingerprint
+from kvprune.sources.tasks import task_fingerprint
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.staleness import stage_states
@@ -179,6 +183,27 @@ def test_a_changed_task_file_is_judged_anew_and_groups_and_tags_keep_their_own_f
     rows("one", "dddd")
     assert reason(run, "evaluate").startswith("tasks.files was")
     assert kvprune.evaluate(run)["dense"]["tasks"]["one"]["perplexity"] != one
+
+
+def test_task_files_are_known_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, copied = tmp_path / "mine", tmp_path / "copied"
+    (mine / "data").mkdir(parents=True)
+    (mine / "one.yaml").write_text("task: one")
+    (mine / "data" / "rows.jsonl").write_text("{}")
+
+    def files(folder: Path) -> str:
+        return str(task_fingerprint(Evaluate(tasks=["one"], include_path=str(folder)))["files"])
+
+    shutil.copytree(mine, copied, copy_function=shutil.copyfile)
+    os.utime(copied / "one.yaml", (1, 1))
+    found = files(mine)
+    assert files(copied) == found
+    (copied / "data" / "rows.jsonl").write_text("[]")  # no longer than it was
+    assert files(copied) != found
+    shutil.copyfile(mine / "data" / "rows.jsonl", copied / "data" / "rows.jsonl")
+    assert files(copied) == found
+    monkeypatch.setattr(sources, "WHOLE", 1)  # larger files are not read: a time stands for what they hold
+    assert files(copied) != files(mine)
 
 
 @pytest.mark.usefixtures("cannot_walk")

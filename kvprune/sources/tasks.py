@@ -5,9 +5,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from kvprune.artifacts import library_versions
+from kvprune.artifacts import digest, library_versions
+from kvprune.errors import KvpruneError
 from kvprune.schema import Evaluate
 
+WHOLE = 2**24  # bytes: of a larger file beside task files, size and time stand for what it holds
 BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "tasks"
 SEEN_BY_LM_EVAL = ("kvprune", "torch", "transformers", "datasets", "lm_eval")
 
@@ -30,7 +32,16 @@ def _builtin_digest() -> str:
 
 
 def _folder_digest(folder: Path) -> str:
-    """Names, sizes and times of a folder's files: task files and the data beside them."""
+    """SHA-256 of a folder's files, task files and the data beside them, by name and by what they hold."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    text = "\n".join(f"{path.relative_to(folder)} {(s := path.stat()).st_size} {s.st_mtime_ns}" for path in files)
+    text = "\n".join(f"{path.relative_to(folder).as_posix()} {_mark(path)}" for path in files)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _mark(path: Path) -> str:
+    """What a file holds, so that a copy elsewhere is the same; its size and time where reading it would take long."""
+    try:
+        stat = path.stat()
+        return digest(path) if stat.st_size <= WHOLE else f"{stat.st_size} {stat.st_mtime_ns}"
+    except OSError as error:
+        raise KvpruneError(f"evaluate.include_path: {path}: cannot read: {error.strerror}") from None
