@@ -281,6 +281,9 @@ def _reproduce(about: dict[str, Any], place: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about["made_with"].items())
     run = (about["calibration"] or {}).get("run")
     where = f", on {run['device']} in {run['dtype']}, {run['batch_size']} sequences at once" if run else ""
+    trained = (about.get("recover") or {}).get("made_with", about["made_with"])
+    others = [f"{name} {version}" for name, version in trained.items() if about["made_with"].get(name) != version]
+    versions += f" (trained with {', '.join(others)})" if others else ""
     text = (
         f"```sh\nkvprune reproduce {place}\n```\n\nruns the recipe again and compares every tensor. Made with "
         f"{versions}{where}."

@@ -183,10 +183,10 @@ def check_training(dense: Dense, section: Recover, device: str, dtype: torch.dty
 def training_disk(dense: Dense, section: Recover) -> int:
     """Bytes that a recovery takes on disk: its last step with two moments, its best point, the new checkpoint twice.
 
-    Before that, the last step a second time, which is written before the former one goes.
+    Before that, both of these points a second time: new ones are written before the former ones go.
     """
     point = 4 * _learning(dense.layout, section)
-    return 4 * point + max(3 * point, 2 * dense.checkpoint.bytes)
+    return 4 * point + max(4 * point, 2 * dense.checkpoint.bytes)
 
 
 def _learning(layout: Layout, section: Recover) -> int:

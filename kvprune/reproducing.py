@@ -218,7 +218,8 @@ def _differences(about: dict[str, Any], options: Options) -> list[str]:
     versions = {"python": platform.python_version(), **library_versions()}
     found = [
         f"{name} was {then} and is {versions.get(name, 'not here')}"
-        for name, then in about["made_with"].items()
+        for made in (about, about.get("recover") or {})
+        for name, then in made.get("made_with", {}).items()
         if versions.get(name) != then
     ]
     now = {"device": options.own_device().partition(":")[0], "batch_size": options.batch_size, "processes": 1}
@@ -230,7 +231,7 @@ def _differences(about: dict[str, Any], options: Options) -> list[str]:
         for name, value in now.items()
         if run.get(name, value) != value
     ]
-    return [*found, *dict.fromkeys(others)]
+    return [*dict.fromkeys([*found, *others])]
 
 
 def _other_model(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -51,10 +51,21 @@ def prose(count: int) -> str:
 
 
 def export_run(base: Path, shape: str, dtype: torch.dtype, plan: Any) -> None:
-    """An exported run of a tiny model: one of SHAPES or FAMILIES. `-shards` makes many files."""
-    name, text = shape.removesuffix("-shards"), base / "text.txt"
+    """An exported run of a tiny model: one of SHAPES or FAMILIES.
+
+    `-shards` makes many files; `-base` stores the base model alone; `-as-TYPE` has config.json name another type.
+    """
+    name, _, named = shape.removesuffix("-shards").removesuffix("-base").partition("-as-")
+    text = base / "text.txt"
     config = tiny_config(name) if name in SHAPES else family_config(name.removeprefix("family-"))
-    tiny_model(config, dtype).save_pretrained(base / "dense", max_shard_size="1GB" if name == shape else "20KB")
+    tiny_model(config, dtype).save_pretrained(
+        base / "dense", max_shard_size="20KB" if shape.endswith("-shards") else "1GB"
+    )
+    if shape.endswith("-base"):
+        AutoModelForCausalLM.from_pretrained(base / "dense").base_model.save_pretrained(base / "dense")
+    if named:
+        config_file = base / "dense" / "config.json"
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"dtype": named}))
     tiny_tokenizer().save_pretrained(base / "dense")
     text.write_text(prose(3000), encoding="utf-8")
     data = recipe_data(base / "dense", text, **plan)
@@ -220,6 +231,7 @@ def test_the_report_tells_the_losses_and_what_learned(tmp_path: Path) -> None:
     assert report["learning"] == sum(tensor.numel() for name, tensor in weights(run).items() if ".mlp." in name)
     about = json.loads((run.model / "kvprune.json").read_text())["recover"]
     assert {key: report[key] for key in ("tokens", "best", "steps", "learning", "looks")}.items() <= about.items()
+    assert about["made_with"] == report["provenance"]["made_with"]
 
 
 def test_the_same_recipe_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -380,3 +392,30 @@ def test_a_loss_that_diverges_is_one_line_that_names_the_learning_rate(
     assert files(run.model) == were
     assert states(run)["recover"] == "missing"
     assert not run.recovering.exists()
+
+
+def test_a_checkpoint_without_the_models_prefix_is_trained_and_keeps_its_names(tmp_path: Path) -> None:
+    """The Hub's gpt2 is stored as the base model: `h.0.…` where the causal model says `transformer.h.0.…`."""
+    run = exported(tmp_path, "gpt2-base")
+    before, report = weights(run), recover(run)
+    after = weights(run)
+    assert report["improved"]
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if re.match(r"h\.\d\.mlp\.", name)}
+    loaded(run.model)
+
+
+@pytest.mark.parametrize(("named", "stored"), [("float32", torch.bfloat16), ("bfloat16", torch.float32)])
+def test_weights_of_another_type_than_the_config_names_stay_of_it(
+    named: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    run = exported(tmp_path, f"llama-as-{named}", stored)
+    before, report = weights(run), recover(run, train="all")
+    after = weights(run)
+    assert report["improved"]
+    assert {tensor.dtype for tensor in after.values()} == {stored}
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert not torch.equal(after[down], before[down])
+    rounded = after[down].bfloat16().to(stored)
+    assert torch.equal(after[down], rounded) is (stored == torch.bfloat16)  # what was learned was not rounded between

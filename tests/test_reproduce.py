@@ -18,6 +18,7 @@ from kvprune.artifacts import RunFolder, file_names, read_json, read_meta
 from kvprune.cli import main
 from kvprune.errors import KvpruneError
 from kvprune.ffn.checkpoint import open_checkpoint
+from kvprune.options import DEFAULT
 from kvprune.recipe import make_recipe
 from kvprune.reproducing import differing
 from tests.conftest import recipe_data, save_model, words
@@ -158,6 +159,14 @@ def test_what_is_not_as_it_was_is_told(run: RunFolder, capsys: pytest.CaptureFix
     assert "reproduce: batch_size was 3 and is 8 (--batch-size 3)\n" in told
     assert main(["reproduce", "run/model", "--json", "-q"]) == 0
     assert json.loads(capsys.readouterr().out)["reasons"][-1] == "the base model's model.safetensors is another"
+
+
+def test_the_versions_that_trained_are_compared_too(run: RunFolder) -> None:
+    about = read_json(run.model / "kvprune.json")
+    now = about["made_with"]["torch"]
+    trained = {"made_with": about["made_with"] | {"torch": "0.1"}}
+    assert reproducing._differences(about, DEFAULT) == []
+    assert reproducing._differences(about | {"recover": trained}, DEFAULT) == [f"torch was 0.1 and is {now}"]
 
 
 def test_another_base_model_gives_other_tensors_and_is_told(run: RunFolder) -> None:

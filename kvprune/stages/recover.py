@@ -42,8 +42,9 @@ from kvprune.ffn.fields import meta_model
 from kvprune.ffn.stored import Pieces, read_parameter, stored_pieces
 from kvprune.progress import log
 from kvprune.recipe import stage_recipe
-from kvprune.schema import Recipe
+from kvprune.schema import Evaluate, Recipe
 from kvprune.sources.models import load_model
+from kvprune.sources.tasks import task_fingerprint
 from kvprune.sources.texts import hub_texts, text_fingerprint, token_digest
 from kvprune.teaching.kept import Kept
 from kvprune.teaching.students import Student, changed_weights, make_student, merged, put, with_adapters
@@ -87,13 +88,19 @@ def recover(recipe: Recipe, dense: Dense, course: Course, run: RunFolder, trust:
         "seconds": round(curve.seconds),
         "learning": learned.elements,
         "stopped": curve.stopped,
-        "judged": recipe.evaluate.model_dump(mode="json", include={"tasks", "limit"}),  # and so was not trained on
+        "judged": judged(recipe.evaluate),  # and so was not trained on
         "looks": [look for look in curve.looks if math.isfinite(mean_loss(look))],  # JSON has no other numbers
         "losses": [loss for loss in curve.losses if math.isfinite(loss)],
     }
     if course.ranks.first:
         _settle(work, report, learned.names)
     return report
+
+
+def judged(section: Evaluate) -> dict[str, Any]:
+    """Which documents the tasks judge on."""
+    named = section.model_dump(mode="json", include={"tasks", "limit"})
+    return {**named, "files": task_fingerprint(section)["files"]}
 
 
 @dataclass(frozen=True)
@@ -200,11 +207,14 @@ def _write_model(work: Work, report: dict[str, Any], names: tuple[str, ...]) -> 
     try:
         part.mkdir()
         model, info = load_model(run.model, dtype="auto", device="cpu", trust_remote_code=trust)
+        changed = changed_weights(names)
+        pieces = _writable(before, model.config, changed, trust)
+        _held_as(model, {name: _kind(before, pieces[name][0].disk) for name in changed})
         if section.train == "lora":
             model = with_adapters(model, work.dense.layout, section)
         put(model, found[0])
         model = merged(model)
-        changes = _changes(before, model, changed_weights(names), part / ".saved", trust)
+        changes = _changes(before, model, pieces, changed, part / ".saved")
         for file in before.files:
             write_cut_file(before.folder / file, changed_entries(before, changes, file), changes, part / file)
             fsync(part / file)
@@ -226,6 +236,7 @@ def _about(work: Work, report: dict[str, Any], verified: dict[str, Any]) -> dict
         "recover": {
             "report": digest(work.run.recovered),
             **{key: report[key] for key in TOLD},
+            "made_with": made["made_with"],
             "run": made["run"],
             "datasets": hub_texts(made["inputs"]["text"]),
             "token_digest": made["inputs"]["tokens"],
@@ -233,25 +244,41 @@ def _about(work: Work, report: dict[str, Any], verified: dict[str, Any]) -> dict
     }
 
 
-def _changes(before: Checkpoint, model: Any, names: list[str], scratch: Path, trust: bool) -> dict[str, Change]:
-    """What `names` of the model are on disk now; transformers itself says how it stores them."""
-    pieces = _writable(before, model.config, names, trust)
-    disks = dict.fromkeys(piece.disk for name in names for piece in pieces[name])
+def _kind(before: Checkpoint, disk: str) -> torch.dtype:
+    """The type in which a tensor is stored."""
+    found: torch.dtype = getattr(torch, STORED[before.tensors[disk].dtype])
+    return found
+
+
+def _held_as(model: Any, kinds: dict[str, torch.dtype]) -> None:
+    """Hold the parameters named in these types: config.json may name another than their tensors on disk have."""
+    there = dict(model.named_parameters())
+    for name, kind in kinds.items():
+        there[name].data = there[name].data.to(kind)
+
+
+def _changes(before: Checkpoint, model: Any, pieces: Pieces, names: list[str], scratch: Path) -> dict[str, Change]:
+    """What `names` of the model, stored in `pieces`, are on disk now; transformers itself says how it stores them.
+
+    It may be under another name than before: the Hub's gpt2 is stored without the prefix that it writes.
+    """
     model.save_pretrained(scratch)
     saved = open_checkpoint(scratch)
+    again = stored_pieces(saved, model)
+    pairs = (pair for name in names for pair in zip(pieces[name], again.get(name, ()), strict=False))
+    disks = {mine.disk: new.disk for mine, new in pairs}
     changes: dict[str, Change] = {}
     try:
         for file in saved.files:
             with safe_open(scratch / file, framework="pt") as tensors:
-                for disk in disks:
-                    if disk in saved.tensors and saved.tensors[disk].file == file:
-                        kind = getattr(torch, STORED[before.tensors[disk].dtype])
-                        changes[disk] = Replaced(as_words(tensors.get_tensor(disk).to(kind)))
+                for disk, new in disks.items():
+                    if saved.tensors[new].file == file:
+                        changes[disk] = Replaced(as_words(tensors.get_tensor(new).to(_kind(before, disk))))
     finally:
         shutil.rmtree(scratch)
     wrong = [
         disk
-        for disk in disks
+        for disk in dict.fromkeys(piece.disk for name in names for piece in pieces[name])
         if disk not in changes or changes[disk].shape(before.tensors[disk]) != before.tensors[disk].shape
     ]
     if wrong:
@@ -289,6 +316,8 @@ def _verify(
     about = {"tensors": len(after.tensors), "loads": f"AutoModelForCausalLM as {type(loaded).__name__}"}
     if needed > psutil.virtual_memory().available:
         return about | {"logit_difference": None, "note": f"not run: float32 weights need {needed:,} bytes of memory"}
+    kinds = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
+    _held_as(model, {name: kinds[name] for name, _ in model.named_parameters() if name in kinds})
     expected = logits(model.float())
     distance = apart(logits(loaded.float()), expected)
     if not distance <= LOGIT_TOLERANCE:
