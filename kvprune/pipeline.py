@@ -288,7 +288,7 @@ def _recover(recipe: Recipe, place: RunFolder, dense: Dense, options: Options, r
             counted, _ = counted_tokens(recipe, place, dense, options)
             tokens, held = recovery_tokens(recipe, place, dense, options, counted, judged)
             if read_json(place.model / "kvprune.json").get("recover"):
-                log.info("recover: model/ was trained by other settings; exporting it anew first")
+                log.info("recover: model/ was trained by other settings, which is given up; exporting it anew first")
                 _export(recipe, place, dense, again=True)
             _save_recipe(place, recipe)
         names = ranks.data_of_first(list(held))
@@ -323,8 +323,12 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
 
 def _tell_unsearched(place: RunFolder, recipe: Recipe) -> None:
     """Warn of tasks whose documents may have been trained on: a recovery leaves out those of the tasks of its time."""
-    seen, section = read_json(place.recovered).get("judged", {"tasks": [], "limit": None}), recipe.evaluate
-    if not set(section.tasks) <= set(seen["tasks"]) or seen["limit"] not in (None, section.limit):
+    seen, now = (
+        read_json(place.recovered).get("judged", {"tasks": [], "limit": None}),
+        recovering.judged(recipe.evaluate),
+    )
+    fewer = seen["limit"] is not None and (now["limit"] is None or now["limit"] > seen["limit"])
+    if fewer or not set(now["tasks"]) <= set(seen["tasks"]) or seen.get("files") != now["files"]:
         some = f"the first {seen['limit']} documents" if seen["limit"] else "documents"
         log.warning(
             "evaluate: the text of the recovery was searched for %s of %s only: it may hold others that are judged on",

@@ -1,5 +1,6 @@
 """The tokens that a run counts, from the recipe's text and from samples that the model itself draws."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,17 @@ def recovery_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What a recovery trains on `[sequences, sequence_length]`, and held-out tokens by names of texts.
 
-    Of a text, what was not `counted` comes first: a refit has fitted the rest, from which less is learned. A few
+    Of a text, what was not `counted` is taken first: a refit has fitted the rest, from which less is learned. A few
     sequences are held back, such that were not counted where there are any, and are the first of the held-out texts.
     Those that share a passage with what is `judged` on are left out.
     """
     section, tokenizer = recipe.recover, load_tokenizer(dense.source, trust_remote_code=options.trust_remote_code)
     length = section.sequence_length
     wanted = recovery_section(section)
-    known = passages(tokenizer.batch_decode(counted))
+    known = passages(_texts(counted, tokenizer))
     with of_key("recover.text"):
         samples = _samples(wanted, (place.recover_samples, place.samples), recipe, dense, tokenizer, options)
-        tokens = sequences(wanted, tokenizer, samples, lambda row: holds_any(tokenizer.decode(row), known))
+        tokens = sequences(wanted, tokenizer, samples, lambda row: holds_any(_texts([row], tokenizer)[0], known))
     tokens, held_back = _hold_back(tokens, tokenizer, known)
     held = {HELD_BACK: held_back}
     for source in section.held_out or ():
@@ -54,7 +55,8 @@ def recovery_tokens(
             rows = pack(documents(source, section.seed), tokenizer, length, HELD_SEQUENCES)
         if not rows:
             raise KvpruneError(f"recover.held_out: {source.source} holds less than one sequence of {length} tokens")
-        held[" ".join(part for part in (source.source, source.config, source.split) if part)] = torch.tensor(rows)
+        named = (source.source, source.config, source.split, source.field)
+        held[" ".join(part for part in named if part)] = torch.tensor(rows)
     for some in (tokens, *held.values()):
         check_tokens(some, dense.text_config)
     return _apart(tokens, tokenizer, judged, section.batch_tokens // length), held
@@ -81,7 +83,13 @@ def _hold_back(tokens: Tensor, tokenizer: Any, known: set[int]) -> tuple[Tensor,
 
 def _sharing(tokens: Tensor, tokenizer: Any, known: set[int]) -> Tensor:
     """Which sequences hold passages that are `known`, bool `[sequences]`."""
-    return torch.tensor([holds_any(text, known) for text in tokenizer.batch_decode(tokens)], dtype=torch.bool)
+    return torch.tensor([holds_any(text, known) for text in _texts(tokens, tokenizer)], dtype=torch.bool)
+
+
+def _texts(tokens: Tensor | list[list[int]], tokenizer: Any) -> list[str]:
+    """Sequences as texts. Special tokens would hide the words beside them: a space stands for each."""
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)) or "(?!)")
+    return [special.sub(" ", text) for text in tokenizer.batch_decode(tokens)]
 
 
 def _apart(tokens: Tensor, tokenizer: Any, judged: Iterable[str], per_step: int) -> Tensor:

@@ -76,12 +76,16 @@ def judged_texts(section: Evaluate, manager: Any) -> Iterator[str]:
             try:
                 found = manager.load([lm_eval_name(task)])["tasks"].values()
                 for each in found:
+                    each.set_config("num_fewshot", 0)  # examples are drawn anew each time, and nobody is judged on them
                     each.build_all_requests(limit=section.limit, rank=0, world_size=1)
             except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
                 raise KvpruneError(f"evaluate.tasks: {task}: lm-eval failed: {one_line(error)}") from error
         for each in found:
             for request in each.instances:
-                yield "".join(part for part in request.arguments if isinstance(part, str))
+                asked = [part for part in request.arguments if isinstance(part, str)]
+                if request.request_type == "generate_until":  # it has what comes before alone
+                    asked += [answer] if isinstance(answer := each.doc_to_target(request.doc), str) else []
+                yield " ".join(asked)
 
 
 @dataclass(frozen=True)
