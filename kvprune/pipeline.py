@@ -323,10 +323,8 @@ def _evaluate(recipe: Recipe, place: RunFolder, dense: Dense, options: Options) 
 
 def _tell_unsearched(place: RunFolder, recipe: Recipe) -> None:
     """Warn of tasks whose documents may have been trained on: a recovery leaves out those of the tasks of its time."""
-    seen, now = (
-        read_json(place.recovered).get("judged", {"tasks": [], "limit": None}),
-        recovering.judged(recipe.evaluate),
-    )
+    seen = read_json(place.recovered).get("judged", {"tasks": [], "limit": None})
+    now = recovering.judged(recipe.evaluate)
     fewer = seen["limit"] is not None and (now["limit"] is None or now["limit"] > seen["limit"])
     if fewer or not set(now["tasks"]) <= set(seen["tasks"]) or seen.get("files") != now["files"]:
         some = f"the first {seen['limit']} documents" if seen["limit"] else "documents"

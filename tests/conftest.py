@@ -1,6 +1,7 @@
 """Tiny random models built from real transformers configs, saved as folders that kvprune opens like any other."""
 
 import copy
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -124,6 +126,22 @@ def recipe_data(model: Path, text: Path, **plan: Any) -> dict[str, Any]:
         "plan": {"budget": {"keep": 0.75}, "round_to": 4, **plan},
         "evaluate": {"tasks": ["builtin"], "limit": 1, "max_length": 64},
     }
+
+
+def write_task(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """A task file of lm-eval and its documents: how likely is `a` after `q`. `more` are other values of it."""
+    (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    data = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
+        "output_type": "loglikelihood",
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{a}}",
+        "metric_list": [{"metric": "perplexity"}],
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(data | more), encoding="utf-8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

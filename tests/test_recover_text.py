@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import kvprune
 from kvprune.artifacts import RunFolder
@@ -19,7 +18,7 @@ from kvprune.recipe import load_recipe
 from kvprune.schema import Evaluate
 from kvprune.stages.evaluate import judged_texts, task_manager
 from kvprune.tokens import recovery_tokens
-from tests.conftest import tiny_tokenizer, words
+from tests.conftest import tiny_tokenizer, words, write_task
 from tests.test_recover import exported, recover
 
 Task = Callable[..., list[str]]
@@ -32,18 +31,7 @@ def task(tmp_path: Path) -> Task:
 
     def write(name: str, rows: list[dict[str, Any]], **more: Any) -> list[str]:
         folder.mkdir(exist_ok=True)
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-        data = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
-            "test_split": "test",
-            "output_type": "loglikelihood",
-            "doc_to_text": "{{q}}",
-            "doc_to_target": "{{a}}",
-            "metric_list": [{"metric": "perplexity"}],
-        }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(data | more), encoding="utf-8")
+        write_task(folder, name, rows, **more)
         return [f"evaluate.tasks=[{name}]", f"evaluate.include_path={folder}", "evaluate.limit=null"]
 
     return write

@@ -28,7 +28,7 @@ from kvprune.sources.tasks import task_fingerprint
 from kvprune.stages import calibrate as calibrating
 from kvprune.stages import evaluate as evaluating
 from kvprune.staleness import stage_states
-from tests.conftest import recipe_data, save_model, tiny_tokenizer
+from tests.conftest import recipe_data, save_model, tiny_tokenizer, write_task
 
 
 @pytest.fixture
@@ -153,20 +153,7 @@ def test_a_changed_task_file_is_judged_anew_and_groups_and_tags_keep_their_own_f
     tasks.mkdir()
 
     def rows(name: str, answers: str) -> None:
-        lines = [json.dumps({"q": "x", "a": answer}) for answer in answers]
-        (tasks / f"{name}.jsonl").write_text("\n".join(lines))
-        data = {
-            "task": name,
-            "tag": ["pair"],
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(tasks / f"{name}.jsonl")}},
-            "output_type": "loglikelihood",
-            "test_split": "test",
-            "doc_to_text": "{{q}}",
-            "doc_to_target": "{{a}}",
-            "metric_list": [{"metric": "perplexity"}],
-        }
-        (tasks / f"{name}.yaml").write_text(yaml.safe_dump(data))
+        write_task(tasks, name, [{"q": "x", "a": answer} for answer in answers], tag=["pair"])
 
     rows("one", "abc")
     rows("two", "zyx")

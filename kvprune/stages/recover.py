@@ -278,7 +278,7 @@ def _changes(before: Checkpoint, model: Any, pieces: Pieces, names: list[str], s
         shutil.rmtree(scratch)
     wrong = [
         disk
-        for disk in dict.fromkeys(piece.disk for name in names for piece in pieces[name])
+        for disk in (piece.disk for name in names for piece in pieces[name])
         if disk not in changes or changes[disk].shape(before.tensors[disk]) != before.tensors[disk].shape
     ]
     if wrong:
